@@ -6,18 +6,19 @@ BIN := .venv/bin
 TORCH := $(shell grep -o '^torch==[^ ]*' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-kernels test-wheel test-oldest test-newest faults matrix check bench bench-step gpu-first docs lock
+.PHONY: help quickstart test test-slow test-kernels test-wheel test-oldest test-newest faults matrix proofs check bench bench-step gpu-first docs lock
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
-	@echo "make test-slow    the tests that do not fit its time"
+	@echo "make test-slow    the cases that do not fit its time, mostly those that another one stands for"
 	@echo "make test-kernels every configuration of the Triton kernels, compiled for GPUs that are not there"
 	@echo "make test-wheel   the commands from the built wheel with the newest of what it needs: is their output clean?"
 	@echo "make test-oldest  the CPU suite with the oldest torch and Triton, on Python 3.12 (5 GB of packages)"
 	@echo "make test-newest  the same with the newest of everything, from the built wheel (5 GB)"
 	@echo "make faults       kills, failing disks, damaged files, interrupted runs (half an hour)"
 	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
+	@echo "make proofs       the two above, all kinds on 1 to 4 ranks, and faults planted one by one that tests must notice"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make bench-step   the training step against transformers, torchao and torchtune: a table of ratios"
@@ -66,8 +67,10 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.installed
 	$(BIN)/python -m pytest -m $(SUITE) -n 3 $(BY_FILE)
 
+# Cases beside those of the suite that stand for them: other kinds, meshes, features.
+test-slow: export OMP_NUM_THREADS := 1
 test-slow: .venv/.installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 3 $(BY_FILE)
 
 # The suite has one configuration of a kernel on an architecture; these are the others, one by one.
 test-kernels: export OMP_NUM_THREADS := 1
@@ -136,6 +139,11 @@ matrix: export OMP_NUM_THREADS := 1
 matrix: .venv/.installed
 	$(BIN)/python -m tests.proofs.matrix --write docs/matrix.md
 	$(BIN)/python -m tests.proofs.rank_matrix --write docs/rank_matrix.md
+
+proofs: export OMP_NUM_THREADS := 1
+proofs: test-slow matrix
+	$(BIN)/python -m tests.proofs.equivalence
+	$(BIN)/python -m tests.proofs.planted
 
 check: .venv/.installed
 	$(BIN)/ruff check

@@ -46,17 +46,17 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 LONGEST = (
-    "proofs/test_matrix.py",
     "recipes/test_full_finetune.py",
-    "linear/steps/test_verify.py",
     "faults/test_faults.py",
-    "proofs/test_rank_matrix.py",
-    "examples/test_own_model.py",
     "distributed/test_gather.py",
+    "plan/test_dry_run.py",
+    "recipes/test_shadow.py",
+    "cli/test_run.py",
+    "kernels/test_triton_interpreted.py",
+    "proofs/test_rank_matrix.py",
+    "proofs/test_matrix.py",
     "recipes/test_no_silent_fallback.py",
     "recipes/test_real_assets.py",
-    "faults/test_preemption.py",
-    "proofs/test_equivalence.py",
 )
 """The files that take longest. They run first, in this order, so that the workers of xdist end together."""
 

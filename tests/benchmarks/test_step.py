@@ -43,6 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_every_variant_is_in_the_table_and_in_the_file_or_told_why_not(
     run: tuple[str, dict[str, Any]], script: ModuleType
 ) -> None:
@@ -69,6 +70,7 @@ def test_every_variant_is_in_the_table_and_in_the_file_or_told_why_not(
         assert reason
 
 
+@pytest.mark.slow
 def test_ratios_are_taken_round_by_round(run: tuple[str, dict[str, Any]]) -> None:
     rows = {row["variant"]: row for row in run[1]["rows"]}
     none, int8 = rows["none"]["times_s"], rows["int8_rowcol"]["times_s"]
@@ -77,6 +79,7 @@ def test_ratios_are_taken_round_by_round(run: tuple[str, dict[str, Any]]) -> Non
     assert found == pytest.approx({"median": sum(ratios) / 2, "min": min(ratios), "max": max(ratios)})
 
 
+@pytest.mark.slow
 def test_the_profile_has_a_purpose_for_all_time_and_gives_the_bound(run: tuple[str, dict[str, Any]]) -> None:
     printed, content = run
     purposes = content["profiles"]["none"]["by_purpose_ms"]

@@ -64,6 +64,21 @@ def test_a_run_that_goes_on_from_its_checkpoint_is_bitwise_the_uninterrupted_one
             assert torch.equal(ours.scale_N1, theirs.scale_N1)
 
 
+def test_stored_scales_are_used_where_the_values_would_give_others(tmp_path: Path) -> None:
+    run = _run(int8=True)
+    _steps(run, 0, 1)
+    weights = {name: p for name, p in run[0].named_parameters() if isinstance(p, Int8Weight)}
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.q_NK.clamp_(-100, 100)
+    resumed = _loaded(_save(run, tmp_path, 1), int8=True)
+    for name, weight in weights.items():
+        found = resumed[0].get_parameter(name)
+        assert isinstance(found, Int8Weight)
+        assert torch.equal(found.q_NK, weight.q_NK), name
+        assert torch.equal(found.scale_N1, weight.scale_N1), name
+
+
 def test_the_file_holds_plain_dequantized_weights_and_their_scales(tmp_path: Path) -> None:
     run = _run(int8=True)
     _steps(run, 0, 2)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
+from lptune.checkpoint.manifest import list_checkpoints
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 
@@ -76,6 +77,13 @@ def test_state_reshards_to_other_numbers_of_ranks_bitwise(tmp_path: Path) -> Non
         states.append([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
     for other in states[1:]:
         assert all(torch.equal(a, b) for a, b in zip(states[0], other, strict=True))
+
+
+def test_files_and_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000002").touch()
+    (tmp_path / "step-²").mkdir()
+    assert list_checkpoints(tmp_path) == [tmp_path / "step-00000001"]
 
 
 def test_a_renamed_folder_is_noticed(tmp_path: Path) -> None:

@@ -140,9 +140,9 @@ def test_a_mistake_of_all_ranks_is_one_line_on_each_machine_and_makes_no_folder(
     ("what", "code", "told", "own"),
     [
         ("bug-1", 1, "error: rank 1 on HOST: ZeroDivisionError: one thing by nothing (the traceback stands in the output there)", "rank 1:\nTraceback"),
-        ("killed-1", 137, "error: on HOST: rank 1 was killed by SIGKILL", "error: rank 1 was killed by SIGKILL\n"),
+        pytest.param("killed-1", 137, "error: on HOST: rank 1 was killed by SIGKILL", "error: rank 1 was killed by SIGKILL\n", marks=pytest.mark.slow),
         ("stopped-1", 143, "stopped by SIGTERM: nothing new to save", "stopped by SIGTERM: nothing new to save\n"),
-        ("diverged-0", 3, "error: rank 0 on HOST: step 3: loss nan", "error: step 3: loss nan\n"),
+        pytest.param("diverged-0", 3, "error: rank 0 on HOST: step 3: loss nan", "error: step 3: loss nan\n", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_one_ranks_failure_ends_both_machines_in_seconds_with_one_cause(

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from lptune.launch.flags import check, parser
+from lptune.launch.outcome import Outcome
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import cold
+from tests.helpers.slow import slow_but
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -117,6 +119,12 @@ def test_the_mistake_of_one_rank_is_printed_without_its_peers_collateral_errors(
     assert (done.returncode, done.stderr) == (2, "error: rank 1: rows.jsonl: line 3: only here\n")
 
 
+def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_fails_first() -> None:
+    lost = Outcome(rank=0, code=1, time_ns=1, host="a", line="", traceback="Traceback", lost_peer=True)
+    bug = lost._replace(rank=1, time_ns=2, lost_peer=False)
+    assert sorted((lost, bug), key=lambda outcome: outcome.precedence) == [bug, lost]
+
+
 def test_a_bug_shows_its_traceback_and_exits_1(lptune: Lptune, toy: list[str]) -> None:
     for flags in ([], ["--nproc-per-node=2"]):
         done = lptune("run", *flags, *toy, "output_dir=bug")
@@ -194,7 +202,10 @@ def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path
 @linux_only
 @pytest.mark.parametrize(
     ("to_launcher", "number"),
-    [(True, signal.SIGINT), (True, signal.SIGHUP), (False, signal.SIGTERM), (False, signal.SIGUSR1)],
+    slow_but(
+        lambda _, number: number in (signal.SIGINT, signal.SIGUSR1),
+        [(True, signal.SIGINT), (True, signal.SIGHUP), (False, signal.SIGTERM), (False, signal.SIGUSR1)],
+    ),
 )
 def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_line(
     tmp_path: Path, toy: list[str], to_launcher: bool, number: signal.Signals

@@ -63,115 +63,6 @@ def test_formats_are_detected_from_the_columns(row: dict[str, Any], expected: st
     assert detect(row).describe() == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "message"),
-    [
-        (
-            {"a": "x", "b": "y"},
-            {},
-            "cannot tell prompt and response, messages or text; set data.prompt_column .*columns: a, b",
-        ),
-        (
-            {"prompt": "x", "b": "y"},
-            {},
-            "cannot tell a response column; set data.response_column; its columns: prompt, b",
-        ),
-        (
-            {"a": "x", "answer": "y"},
-            {},
-            "cannot tell a prompt column; set data.prompt_column; its columns: a, answer",
-        ),
-        (
-            {"prompt": "x", "question": "z", "answer": "y"},
-            {},
-            "columns prompt, question could each be the prompt; set data.prompt_column",
-        ),
-        (
-            {"prompt": "x", "response": "z", "answer": "y"},
-            {},
-            "columns response, answer could each be the response; set data.response_column",
-        ),
-        (
-            {"question": "x", "input": "i", "context": "c", "answer": "y"},
-            {},
-            "columns input, context could each be .* set data.input_column",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"prompt_column": "qestion"},
-            "data.prompt_column: r.jsonl has no column 'qestion' .did you mean 'question'",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"response_column": "anwser"},
-            "data.response_column: .* 'anwser' .did you mean 'answer'",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"text_column": "zzz"},
-            "data.text_column: r.jsonl has no column 'zzz'; its columns: question, answer",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"format": "chat"},
-            "no column for messages among question, answer; set data.messages_column",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"format": "text"},
-            "no column for text among question, answer; set data.text_column",
-        ),
-        (
-            {"text": "x"},
-            {"format": "pairs"},
-            "no column for the response among text; set data.response_column",
-        ),
-        (
-            {"prompt": "p", "chosen": "c", "rejected": "r"},
-            {},
-            "preferences .* this recipe .* set data.response_column=chosen",
-        ),
-        ({"text": "p"}, {"prompt_template": "{text}"}, "no column for the response"),
-        (
-            {"question": "x", "answer": "y"},
-            {"prompt_template": "Q: {qestion}"},
-            "data.prompt_template: .* 'qestion' .did you mean 'question'",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"prompt_template": "Q: {question"},
-            "data.prompt_template: expected '}'",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"prompt_template": "Q: {}"},
-            "data.prompt_template: placeholders are",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"prompt_template": "{question!r}"},
-            "data.prompt_template: placeholders are",
-        ),
-        (
-            {"question": "x", "answer": "y"},
-            {"prompt_template": "{question} {answer}"},
-            "must not hold {answer}",
-        ),
-        (
-            {"messages": SAY},
-            {"prompt_template": "{messages}"},
-            "data.prompt_template: needs pairs, but r.jsonl is read as chat",
-        ),
-    ],
-)
-def test_what_cannot_be_told_is_one_line_with_the_columns_and_the_key(
-    row: dict, keys: dict, message: str
-) -> None:
-    with pytest.raises(UserError, match=message) as caught:
-        detect(row, **keys)
-    assert "\n" not in str(caught.value)
-
-
 def test_overrides_choose_among_columns() -> None:
     row = {"prompt": "p", "question": "q", "chosen": "c", "rejected": "r", "notes": "n"}
     fmt = detect(row, prompt_column="question", response_column="chosen", input_column="notes")
@@ -192,28 +83,6 @@ def test_a_prompt_template_is_filled_once() -> None:
     assert fmt.document(Row("x", row)) == Pair(
         "{Q} (3): What is {answer} and {{x}}?\nA: ", "", "a", "{Q} (3): What is {answer} and {{x}}?\nA: "
     )
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "q"}, "has no column 'answer'; its columns: question"),
-        ({"question": "q", "anwser": "a"}, "has no column 'answer' .did you mean 'anwser'"),
-        ({"question": "q", "answer": None}, "column 'answer' is null"),
-        ({"question": "q", "answer": float("nan")}, "column 'answer' is null"),
-        ({"question": " ", "answer": "a"}, "column 'question' is empty"),
-        ({"question": "q", "answer": ["a"]}, "column 'answer' must be text, found a list"),
-        ({"question": {"text": "q"}, "answer": "a"}, "column 'question' must be text, found a dict"),
-        (
-            {"question": SAY, "answer": "a"},
-            "column 'question' holds chat messages; set data.messages_column=question",
-        ),
-    ],
-)
-def test_an_unusable_pair_names_column_and_problem(row: dict, message: str) -> None:
-    fmt = detect({"question": "q", "answer": "a"})
-    with pytest.raises(RowError, match=message):
-        fmt.document(Row("x", row))
 
 
 @pytest.mark.parametrize(
@@ -397,59 +266,6 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
     for bad in ("{", "[3]", 7):
         with pytest.raises(RowError, match="column 'tools'"):
             read_tools(bad, "tools")
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("hi", "column 'messages' must hold a list of messages, found 'hi'"),
-        (None, "must hold a list of messages, found None"),
-        ([], "holds no messages"),
-        (["hi"], "message 1 of 'messages' must be an object with role and content, found 'hi'"),
-        ([{"content": "x"}], "message 1 of 'messages' has no 'role' .keys: content"),
-        ([SAY[0], {"role": "assistant"}], "message 2 of 'messages' has no 'content' .keys: role"),
-        ([{"role": "assistant", "content": None}], "message 1 of 'messages' has no text: 'content' is null"),
-        ([{"role": "assitant", "content": "x"}], "unknown role 'assitant' .did you mean 'assistant'"),
-        ([{"role": 3, "content": "x"}], "unknown role 3"),
-        ([{"role": "user", "content": 3}], "must have text as its 'content', found 3"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "content parts that are not text .image_url.",
-        ),
-        ([{"from": "function_call", "value": "f(x)"}], "message 1 of 'messages' is not valid JSON: 'f"),
-        ([{"from": "function_call", "value": "[]"}], "must hold a function call"),
-        ([{"from": "function_call", "value": '{"arguments": {}}'}], "has a function call without a name"),
-        (SAY[:1], "column 'messages' holds no assistant message"),
-        ([SAY[0], SAY[1] | {"weight": 0.5}], "message 2 of 'messages' has the weight 0.5; only 0"),
-        (
-            [SAY[0], SAY[1] | {"loss_weight": "no"}],
-            "message 2 of 'messages' has the loss_weight 'no'; only 0",
-        ),
-        *(
-            ([SAY[0], SAY[1] | flag], "may say that it, or a part of it, is not learned; remove the key, or")
-            for flag in (
-                {"is_trained": False},
-                {"train_message": 0},
-                {"is_masked": True},
-                {"loss_factor": 0.0},
-                {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
-            )
-        ),
-        ([SAY[0], SAY[1] | {"masked": 3}], "has masked: 3; only true .not learned. and false"),
-        (
-            [SAY[0], SAY[1] | {"weight": 1, "masked": True}],
-            "both learned and not learned, by weight and masked",
-        ),
-        ([SAY[0], SAY[1] | {"content": " "}], "message 2 of 'messages' is an empty assistant message"),
-        ([SAY[0], SAY[1] | {"content": []}], "message 2 of 'messages' is an empty assistant message"),
-        ([SAY[0] | {"content": [{"type": "image", "text": "x"}]}, SAY[1]], "parts that are not text .image."),
-        ([SAY[0] | {"content": [{"text": "x", "value": "y"}]}, SAY[1]], "content parts that are not text"),
-        ([SAY[0] | {"content": float("nan")}, SAY[1]], "must have text as its 'content', found nan"),
-    ],
-)
-def test_unusable_messages_are_named(value: Any, message: str) -> None:
-    with pytest.raises(RowError, match=message):
-        Format(kind="chat", messages="messages").document(Row("x", {"messages": value}))
 
 
 def test_a_response_column_closes_a_conversation() -> None:

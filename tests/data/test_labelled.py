@@ -206,42 +206,6 @@ def test_the_digest_knows_the_labels_and_that_of_other_rows_is_as_before(
     assert run(answers, tokenizer, labelled=False).train.digest == rows[0].digest
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "message"),
-    [
-        (
-            {"prompt": "a", "completion": "b"},
-            {},
-            "holds no labels, .* set data.label_column, or use full_finetune",
-        ),
-        (ROW | PREFERENCE, {}, "answers with a label, or preferences. Set data.label_column for the first"),
-        (
-            ROW | {"kto_tag": True},
-            {},
-            "columns label, kto_tag could each be the label; set data.label_column",
-        ),
-        (ROW, {"label_column": "lable"}, "data.label_column: .* has no column 'lable' .did you mean 'label'"),
-        ({"text": "a", "label": True}, {}, "is read as text, and full_kto needs a prompt and an answer"),
-        (
-            {"messages": [*HELLO, USER], "label": True},
-            {},
-            "ends with a message of the user, and the label is that of an answer; add the answer",
-        ),
-        (
-            {"prompt": "a", "completion": "Paris " * 300, "label": True},
-            {},
-            "no usable answer: dropped 1 answers whose documents have more than data.seq_len=256 tokens",
-        ),
-    ],
-)
-def test_what_has_no_labelled_answer_is_one_line(
-    row: dict[str, Any], keys: dict[str, Any], message: str, jsonl: Callable[..., str], chat: Tokenizer
-) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        run(jsonl(row), chat, **keys)
-    assert "\n" not in str(error.value)
-
-
 def test_names_of_columns_can_be_given_and_other_recipes_name_full_kto(
     jsonl: Callable[..., str], tokenizer: Tokenizer
 ) -> None:

@@ -319,60 +319,6 @@ def test_the_cache_keeps_preferences_apart_from_pairs(
     assert made.digest == again.digest == run(source, tokenizer).train.digest
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "message"),
-    [
-        (
-            {"prompt": "a", "response": "b"},
-            {},
-            "holds no preferences, .* full_finetune; its columns: prompt, resp",
-        ),
-        ({"prompt": "a", "chosen": "b"}, {}, "no column for the rejected answer .* set data.rejected_column"),
-        (TEXT, {"response_column": "chosen"}, "data.response_column: full_dpo reads two answers per prompt"),
-        (TEXT, {"format": "text"}, "data.format: full_dpo reads pairs or chat"),
-        (
-            TEXT,
-            {"chosen_column": "chosn"},
-            "data.chosen_column: .* has no column 'chosn' .did you mean 'chosen'",
-        ),
-        (TEXT | {"rejected": ""}, {}, "column 'rejected' is empty; give it text or remove the row"),
-        (
-            {"chosen": [USER, GOOD], "rejected": [HELLO[0], BAD]},
-            {},
-            "the chosen and the rejected conversation differ in message 1, which is not an answer",
-        ),
-        *(
-            (
-                {"chosen": a, "rejected": b},
-                {},
-                "differ in message 3, which is not an answer in both; give both the same prompt",
-            )
-            for more in ([BAD], HELLO, [HELLO[0]])
-            for a, b in (
-                ([USER, GOOD], [USER, GOOD, *more]),
-                ([USER, GOOD, *more], [USER, GOOD]),
-            )
-        ),
-        (
-            {"messages": [*HELLO], "chosen": "Hello. I am here.", "rejected": "No."},
-            {},
-            "column 'messages' ends with an answer that is not the one of 'chosen'",
-        ),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "b"},
-            {},
-            "no usable preference: dropped 1 preferences whose two answers are equal",
-        ),
-    ],
-)
-def test_what_cannot_be_compared_is_one_line(
-    row: dict[str, Any], keys: dict[str, Any], message: str, jsonl: Callable[..., str], chat: Tokenizer
-) -> None:
-    with pytest.raises(UserError, match=message) as error:
-        run(jsonl(row), chat, **keys)
-    assert "\n" not in str(error.value)
-
-
 def test_a_recipe_for_single_answers_names_full_dpo(jsonl: Callable[..., str], tokenizer: Tokenizer) -> None:
     with pytest.raises(
         UserError, match="this recipe learns from one response per prompt; use full_dpo or full_kto"

@@ -179,7 +179,9 @@ def _decoder_objectives(rank: int, num_ranks: int, compiled: bool = False) -> di
     return results
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.slow)]
+)
 def test_a_decoder_over_two_ranks_has_the_objectives_of_one(ranks: Ranks, compiled: bool) -> None:
     cut = ranks.run(_decoder_objectives, NUM_RANKS, compiled)
     expected = _decoder_objectives(0, 1)

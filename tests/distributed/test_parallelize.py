@@ -147,7 +147,7 @@ def test_a_compiled_graph_is_taken_from_disk_by_the_checkpointing_that_made_it_a
     assert found == [["miss"], ["hit"], ["miss"]]
 
 
-@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
+@pytest.mark.parametrize("kind", ["int8_rowcol", pytest.param("int8_weight_only", marks=pytest.mark.slow)])
 def test_one_compiled_graph_serves_all_blocks_and_steps_and_one_the_head_and_the_loss(kind: str) -> None:
     import torch._dynamo
 

@@ -94,7 +94,7 @@ def test_a_rank_that_waits_for_others_says_so_and_names_the_variables(
         monkeypatch.setenv(launch.LAUNCHER, launcher)
     monkeypatch.setattr(session, "_HINT_S", 0.1)
     init = dist.init_process_group
-    brief = timedelta(seconds=2)
+    brief = timedelta(seconds=1)
     monkeypatch.setattr(dist, "init_process_group", lambda backend: init(backend, timeout=brief))
     with pytest.raises(dist.DistError if launcher else UserError), distributed.session("cpu"):
         pass
@@ -126,9 +126,9 @@ def test_a_rank_whose_peers_come_in_time_is_quiet(
     left = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     for name, value in left.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(session, "_HINT_S", 1.0)
+    monkeypatch.setattr(session, "_HINT_S", 0.3)
     with distributed.session("cpu"):
-        time.sleep(1.5)
+        time.sleep(0.5)
     assert "waiting" not in capfd.readouterr().err
 
 

@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.helpers import cold
@@ -29,6 +30,7 @@ def _eager(rank: int, num_ranks: int, kind: str, tensor: int) -> str:
     return said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_launcher_starts_it_compiled_and_it_trains_verified() -> None:
     _check(_launched(2, "int8_rowcol", 2))
 

@@ -84,7 +84,8 @@ def test_a_command_that_differs_on_one_host_is_one_line_on_both(bench: Bench) ->
     assert not out.exists()
 
 
-@pytest.mark.parametrize("num_hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # 30 s; `make faults` runs it, too
+@pytest.mark.parametrize("num_hosts", [1, 2])
 def test_who_reaches_every_port_of_a_run_executes_nothing(
     bench: Bench, tmp_path: Path, num_hosts: int
 ) -> None:

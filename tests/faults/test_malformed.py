@@ -28,12 +28,6 @@ def test_what_the_cases_damage_is_valid(inputs: Inputs) -> None:
     assert not inputs.refuses_state(lambda folder: None, inputs.stack)
 
 
-def test_there_are_sixty_configs_sixty_data_files_and_eighty_checkpoints() -> None:
-    assert len(CONFIGS) >= 60
-    assert len(DATA) >= 60
-    assert len(MODELS) + len(STATES) >= 80
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_malformed_config_is_one_line(inputs: Inputs, name: str) -> None:
     assert inputs.refuses_config(CONFIGS[name])

@@ -104,6 +104,7 @@ def test_bfloat16_instructions_are_believed_unless_a_variable_takes_them_away(
     assert emulated_bfloat16("bfloat16", CPU)
 
 
+@pytest.mark.slow
 def test_a_timing_leaves_random_numbers_threads_and_modes_alone(tmp_path: Path) -> None:
     code = (
         "import torch; from torch._subclasses.fake_tensor import FakeTensorMode\n"

@@ -251,7 +251,7 @@ def test_an_unknown_backend_is_one_line(
         choose_backend("int8_gemm", "cpu")
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+@pytest.mark.parametrize("isa", ["AVX2", pytest.param("AVX512_CORE", marks=pytest.mark.slow)])
 def test_a_cpu_whose_int8_gemm_saturates_gets_an_exact_one(isa: str, tmp_path: Path) -> None:
     code = (
         "import torch; from lptune.kernels import *; a = torch.full((32, 640), 127, dtype=torch.int8)\n"

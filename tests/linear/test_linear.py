@@ -417,3 +417,17 @@ def test_where_the_device_wants_it_every_operand_is_stored_along_the_contraction
         actual = _run(layer, x, g)
     assert seen == [True] * sum(layer.spec.is_low(gemm) for gemm in GEMMS)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "int8_weight_only"])
+def test_a_weight_of_another_dtype_is_cast_to_that_of_x_before_it_is_quantized(kind: str) -> None:
+    """As in a gather in the compute dtype: the same bits."""
+    (x, g), master, cast = _inputs(torch.bfloat16), _layer(torch.float32, kind), _layer(torch.bfloat16, kind)
+    with torch.no_grad():
+        master.bias.zero_()
+        cast.weight.copy_(master.weight)
+        cast.bias.zero_()
+        assert not torch.equal(cast.weight.float(), master.weight)
+    found, wanted = (_run(layer, x, g) for layer in (master, cast))
+    for name in ("output", "grad_input", "grad_weight"):
+        assert torch.equal(found[name].to(torch.bfloat16), wanted[name].to(torch.bfloat16)), name

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import threading
 import weakref
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lptune import distributed, linear, models
 from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig
+from tests.helpers.slow import slow_but
 
 T, K, N = 48, 64, 32
 BATCH, SEQ_LEN = 2, 18
@@ -189,12 +191,17 @@ def _executed() -> Iterator[Counter[tuple[str, bool]]]:
             names[event.name.removeprefix("lptune::"), event.input_shapes[0][0] == BATCH * SEQ_LEN] += 1
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 4])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("compiled", ["none", "block"])
+@pytest.mark.parametrize(
+    ("compiled", "checkpointing"),
+    slow_but(
+        lambda compiled, checkpointing: compiled == "none" or checkpointing == "full",
+        itertools.product(("none", "block"), ("none", "selective", "full")),
+    ),
+)
 def test_a_step_quantizes_each_input_twice_and_each_weight_once(
-    world: distributed.World, compiled: str, checkpointing: str, num_micro_batches: int
+    world: distributed.World, compiled: str, checkpointing: str
 ) -> None:
+    num_micro_batches = 2
     torch._dynamo.reset()  # there is a limit of graphs in a process
     decoder = _decoder(world, "int8_rowcol", compile=compiled, activation_checkpointing=checkpointing)
     _step(world, decoder)
@@ -226,7 +233,7 @@ MODES += [
 ]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize(("kind", "keys"), MODES, ids=str)
 def test_no_bit_of_the_loss_or_of_a_gradient_depends_on_sharing(
     world: distributed.World, kind: str, keys: dict[str, Any], checkpointing: str

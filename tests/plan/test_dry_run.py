@@ -28,7 +28,6 @@ Case = tuple[dict[str, Any], dict[str, Any]]
 CASES: dict[int, list[Case]] = {
     1: [
         ({"kind": "int8_rowcol"}, {}),
-        ({"kind": "none"}, {}),
         ({"kind": "mxfp8"}, {}),
         ({"kind": "float8_tensorwise", "emulate": True}, {"reshard_after_forward": True}),
     ],
@@ -125,7 +124,7 @@ def _step(
     }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, num_ranks: int) -> None:
     run_ranks(num_ranks, _steps, str(tmp_path), CASES[num_ranks])
     for number, (precision, parallel) in enumerate(CASES[num_ranks]):

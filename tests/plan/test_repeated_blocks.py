@@ -21,6 +21,7 @@ from lptune.config import (
 from lptune.plan import dry_run as dry_run_module
 from lptune.plan.dry_run import DryRun, dry_run
 from lptune.plan.repeated_blocks import leave_out, run_by
+from tests.helpers.slow import slow_but
 
 
 def _model_config(family: str, num_layers: int) -> models.DecoderConfig:
@@ -96,7 +97,7 @@ CASES: dict[str, tuple[str, int, int, RunConfig]] = {
 """Name -> family, number of blocks, number of ranks, config."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(lambda name: "windows" not in name, CASES))
 def test_it_says_what_a_dry_run_of_all_blocks_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, num_layers, num_ranks, cfg = CASES[name]
     ran = []

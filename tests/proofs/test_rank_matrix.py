@@ -24,7 +24,26 @@ def ranks() -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("cell", rank_matrix.pairwise(), ids=str)
+_FAMILIES = ("none", "int8_rowcol", "float8_delayed", "float8_blockwise")
+"""Gathered in high precision; with the rows' own scales; with a history; with amaxes that ranks agree on."""
+
+
+def _is_kept(cell: Cell) -> bool:
+    """On two ranks every kind once, and the families with every feature that they meet there; on four, what
+    two do not have: replicas of shards, and ranks without rows. Every kind's bits: test_gather.py.
+    """
+    if cell.ranks == 2:
+        return cell.kind in _FAMILIES or cell.feature == "full AC"
+    return cell.ranks == 4 and cell.feature in ("HSDP", "uneven rows") and cell.kind in _FAMILIES
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=str(cell), marks=[] if _is_kept(cell) else [pytest.mark.slow])
+        for cell in rank_matrix.pairwise()
+    ],
+)
 def test_one_ranks_gradients_counts_gathers_and_weights(cell: Cell, ranks: Ranks) -> None:
     outcome = rank_matrix.run(cell, ranks)
     assert not outcome.failures

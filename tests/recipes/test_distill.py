@@ -112,8 +112,7 @@ def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformer
 ) -> None:
     common = ("num_steps=6", "optimizer.lr=1e-3")
     int8 = (*common, "precision.kind=int8_rowcol", "precision.all_gather=low")
-    float8 = (*common, "precision.kind=float8_rowwise", "precision.emulate=true")
-    runs = {"one": (common, 1), "two": (int8, 2), "tensor": (int8, 4), "float8": (float8, 1)}
+    runs = {"one": (common, 1), "two": (int8, 2), "tensor": (int8, 4)}
     for name, (keys, ranks) in runs.items():
         cut = ("parallel.tensor=2",) if name == "tensor" else ()
         done = run_recipe(*keys, *cut, f"output_dir={tmp_path / name}", ranks=ranks, recipe="distill")
@@ -123,7 +122,7 @@ def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformer
         assert f"verified: {num_gemms} GEMMs" in done.stdout, done.stdout
     expected = losses(tmp_path / "one")
     assert expected[-1] < expected[0]
-    for name in ("two", "tensor", "float8"):
+    for name in ("two", "tensor"):
         found = losses(tmp_path / name)
         assert found == pytest.approx(expected, rel=0.02), name
         assert found[0] == pytest.approx(expected[0], rel=2e-3), name

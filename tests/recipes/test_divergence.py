@@ -17,6 +17,7 @@ from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import FinetuneConfig, load_config
 from tests.helpers.ranks import Ranks
+from tests.helpers.slow import slow_but
 from tests.recipes.conftest import Run, read_metrics
 
 OUR_LINE = "loss = batch_loss(model, batch, world, step.loss_factor)\n"
@@ -86,7 +87,11 @@ TRAINED = ("loss", "grad_norm", "lr", "num_target_tokens", "num_skipped", "eval_
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_ranks"), [("none", 1), ("int8_rowcol", 2), ("float8_delayed", 2), ("int8_weight_only", 1)]
+    ("kind", "num_ranks"),
+    slow_but(
+        lambda kind, _: kind in ("int8_rowcol", "float8_delayed"),
+        [("none", 1), ("int8_rowcol", 2), ("float8_delayed", 2), ("int8_weight_only", 1)],
+    ),
 )
 def test_a_recipe_with_dropout_and_skipped_steps_resumes_bit_for_bit(
     kind: str, num_ranks: int, ranks: Ranks, tmp_path: Path, tiny_config: Path

@@ -11,6 +11,7 @@ from torch import nn
 
 from lptune import training
 from lptune.cli import catalog
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny_recipe import write_config, write_labelled, write_preferences, write_texts
 from tests.recipes.conftest import losses, read_metrics, runner
 
@@ -71,7 +72,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
     return [sample for sample in map(json.loads, lines) if sample["step"] == 0]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(lambda recipe: recipe in ("full_finetune", "full_dpo"), RECIPES))
 def test_evaluations_references_and_samples_are_those_without_dropout(
     tiny_checkpoint: Path, tmp_path: Path, recipe: str
 ) -> None:

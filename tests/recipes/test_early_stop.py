@@ -90,7 +90,7 @@ def test_a_run_stops_early_exports_the_best_checkpoint_and_is_then_finished(
     assert list(_evaluations(tmp_path / "run"))[-1] > end
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_resumed_run_stops_where_an_uninterrupted_one_does(
     run_recipe: Run, tmp_path: Path, ranks: int
 ) -> None:

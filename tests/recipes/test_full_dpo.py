@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import warm
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny_recipe import write_config, write_preferences
 from tests.recipes.conftest import Run, evaluations, losses, read_metrics, runner
 
@@ -96,7 +97,9 @@ def test_each_step_is_recorded_with_the_metrics_of_its_preferences(whole: Path) 
     assert records[-1]["accuracy"] > 0.7
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_tensorwise"])
+@pytest.mark.parametrize(
+    "kind", slow_but(lambda kind: kind == "int8_rowcol", ("none", "int8_rowcol", "float8_tensorwise"))
+)
 def test_two_ranks_equal_one(dpo: Run, tmp_path: Path, kind: str) -> None:
     emulate = f"precision.emulate={str(kind.startswith('float8')).lower()}"
     for ranks in (1, 2):
@@ -117,7 +120,7 @@ def test_two_ranks_equal_one(dpo: Run, tmp_path: Path, kind: str) -> None:
         assert a.get("accuracy") == b.get("accuracy")
 
 
-@pytest.mark.parametrize("kind", ["none", "float8_delayed"])
+@pytest.mark.parametrize("kind", slow_but(lambda kind: kind == "none", ("none", "float8_delayed")))
 def test_killed_at_any_time_the_run_continues_bitwise(
     dpo: Run, dpo_config: Path, whole: Path, tmp_path: Path, kind: str
 ) -> None:

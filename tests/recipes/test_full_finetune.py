@@ -97,7 +97,7 @@ def test_export_keeps_names_files_and_dtype(run_recipe: Run, tmp_path: Path, tin
     }
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol"])
+@pytest.mark.parametrize("kind", ["none", pytest.param("int8_rowcol", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None:
     common = (f"precision.kind={kind}", "optimizer.lr=1e-3", "num_steps=6")
     for ranks in (1, 2):
@@ -114,7 +114,7 @@ def test_two_ranks_equal_one(run_recipe: Run, tmp_path: Path, kind: str) -> None
     assert one[0]["eval_loss"] == pytest.approx(two[0]["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_8_bit_gather_does_not_change_a_bit(run_recipe: Run, tmp_path: Path, ranks: int) -> None:
     for gather in ("low", "high"):
         keys = ("precision.kind=int8_rowcol", f"precision.all_gather={gather}", "compute_dtype=bfloat16")
@@ -150,27 +150,26 @@ def test_accumulation_does_not_change_the_loss(run_recipe: Run, tmp_path: Path) 
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "8"), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
+def test_memory_settings_do_not_change_a_bit(run_recipe: Run, tmp_path: Path) -> None:
+    common = ("precision.kind=int8_rowcol", "num_steps=3", "eval_every_steps=0")
+    run_recipe(*common)
+    for overrides in (
         ("activation_checkpointing=selective",),
         ("activation_checkpointing=full",),
         ("parallel.reshard_after_forward=false", "parallel.reduce_every_micro_batch=true"),
         ("deterministic=true",),  # on a CPU everything is
-    ],
-    ids=lambda overrides: overrides[0],
-)
-def test_memory_settings_do_not_change_a_bit(
-    run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
-    common = ("precision.kind=int8_rowcol", "num_steps=3")
-    run_recipe(*common)
-    run_recipe(*common, *overrides, f"output_dir={tmp_path / 'other'}")
-    assert losses(tmp_path / "other") == losses(tmp_path / "run")
+    ):
+        other = tmp_path / overrides[0]
+        run_recipe(*common, *overrides, f"output_dir={other}")
+        assert losses(other) == losses(tmp_path / "run"), overrides
 
 
 @pytest.mark.parametrize(
-    "overrides", [("compile=block", "activation_checkpointing=selective"), ("compile=model",)]
+    "overrides",
+    [
+        ("compile=block", "activation_checkpointing=selective"),
+        pytest.param(("compile=model",), marks=pytest.mark.slow),  # the suite: tests/proofs/test_matrix.py
+    ],
 )
 def test_compiled_runs_verify_and_train_alike(
     run_recipe: Run, tmp_path: Path, overrides: tuple[str, ...]
@@ -187,7 +186,9 @@ def test_compiled_runs_verify_and_train_alike(
     assert compiled == pytest.approx(eager, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["int8_tensorwise", "float8_delayed", "int8_weight_only"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("int8_tensorwise", marks=pytest.mark.slow), "float8_delayed", "int8_weight_only"]
+)
 def test_killed_mid_epoch_and_resumed_the_losses_are_bitwise_those_of_an_uninterrupted_run(
     run_recipe: Run, tmp_path: Path, tiny_config: Path, kind: str
 ) -> None:
@@ -341,7 +342,10 @@ def test_going_back_to_an_older_checkpoint_sets_the_later_ones_aside(run_recipe:
 
 @pytest.mark.parametrize(
     ("ranks", "number", "resume", "again"),
-    [(1, signal.SIGTERM, "none", "run again with resume=auto"), (2, signal.SIGINT, "auto", "run again")],
+    [
+        pytest.param(1, signal.SIGTERM, "none", "run again with resume=auto", marks=pytest.mark.slow),
+        (2, signal.SIGINT, "auto", "run again"),
+    ],
 )
 def test_a_signal_saves_the_step_exits_143_and_leaves_the_evaluation_to_the_resumed_run(
     run_recipe: Run,

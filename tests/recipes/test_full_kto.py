@@ -121,7 +121,7 @@ def test_each_step_is_recorded_with_its_metrics(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "ranks", "micro_batch_size"),
     [
-        ("none", 2, 1),
+        pytest.param("none", 2, 1, marks=pytest.mark.slow),
         ("int8_rowcol", 2, 2),
         pytest.param("float8_delayed", 2, 2, marks=pytest.mark.slow),
     ],

@@ -28,9 +28,13 @@ def _plant(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
     monkeypatch.setattr(linear, "convert", convert_and_plant)
 
 
-# One GEMM is compiled here and all three in tests/linear/steps/test_verify.py: a compilation takes long.
+# In the suite all three are compiled in tests/linear/steps/test_verify.py: a compilation takes long.
 @pytest.mark.parametrize(
-    ("gemm", "mode"), [*((gemm, "compile=none") for gemm in GEMMS), ("grad_input", "compile=block")]
+    ("gemm", "mode"),
+    [
+        *((gemm, "compile=none") for gemm in GEMMS),
+        pytest.param("grad_input", "compile=block", marks=pytest.mark.slow),
+    ],
 )
 def test_the_run_fails_with_the_layers_name(
     monkeypatch: pytest.MonkeyPatch, tiny_config: Path, tmp_path: Path, gemm: str, mode: str

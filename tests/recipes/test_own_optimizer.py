@@ -38,7 +38,7 @@ def own_recipe(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_documented_optimizer_trains_skips_and_resumes_bitwise(
     num_ranks: int, run_recipe: Run, tmp_path: Path
 ) -> None:

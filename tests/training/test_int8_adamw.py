@@ -94,6 +94,7 @@ def _regression(rounding: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, 
     return losses[0], losses[-1]
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_stalls_where_stochastic_rounding_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     # Measured: the loss 1.468 falls to 0.5274 in float32, 0.5275 stochastically rounded and 1.325 to nearest,
     # where all that moves is the largest value of each row, and with it the row's scale.

@@ -147,6 +147,16 @@ READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "
 """Methods of a tensor that wait for its device; operators that do are seen by _Operators."""
 
 
+def _norm_of_the_first_step(rank: int, num_ranks: int, replicate: int) -> float:
+    with distributed.session("cpu", ParallelConfig(replicate=replicate)) as world:
+        return _Loop("none", world).step(0).grad_norm
+
+
+def test_replicas_count_once_in_the_gradient_norm(ranks: Ranks) -> None:
+    sharded, replicated = (ranks.run(_norm_of_the_first_step, 2, replicate)[0] for replicate in (1, 2))
+    assert replicated == pytest.approx(sharded, rel=1e-5)  # sums in another order
+
+
 class _Operators(TorchDispatchMode):
     def __init__(self, reads: list[str]) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from lptune import linear
 from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.kernels import record_gemms
 from lptune.kernels.record import note
+from tests.helpers.slow import slow_but
 
 INT8 = PrecisionConfig(kind="int8_rowcol")
 KINDS = [kind for kind in PRECISION_KINDS if kind != "none"]
@@ -81,7 +82,9 @@ def test_a_planted_fall_back_in_one_gemm_is_named(kind: str, gemm: str) -> None:
 
 # One compilation for a kind: each of its GEMMs falls back in a layer of its own (`output` in the last: what
 # ran before a layer is read off the outputs).
-@pytest.mark.parametrize("kind", SWITCHABLE)
+@pytest.mark.parametrize(
+    "kind", slow_but(lambda kind: kind in ("int8_rowcol", "float8_delayed", "mxfp8"), SWITCHABLE)
+)
 def test_compiled_each_planted_fall_back_is_named_with_its_layer(kind: str) -> None:
     model = _model()
     plan = _convert(model, kind)

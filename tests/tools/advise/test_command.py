@@ -134,6 +134,7 @@ def test_only_the_named_kinds_are_compared(command: Command, timings: dict[str, 
     assert "advice: precision.kind=int8_tensorwise" in out
 
 
+@pytest.mark.slow
 def test_several_ranks_have_their_exchange_stated(command: Command, timings: dict[str, float]) -> None:
     code, out, _ = command("advise", *SMALL, "--world-size", "2")
     assert code == 0
@@ -229,6 +230,7 @@ def test_other_recipes_are_advised_on_and_what_is_left_out_is_named(
     assert ("not in these figures: the model in teacher.path" in out) == (recipe == "distill")
 
 
+@pytest.mark.slow
 def test_the_quality_of_the_model_decides_if_it_is_measured(
     command: Command, timings: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
