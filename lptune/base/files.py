@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -225,8 +226,11 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON by `replacing`."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Writes `value` as indented JSON by `replacing`. Half a surrogate pair, which a base's JSON may hold as
+    an escape and UTF-8 cannot, is an escape again: an export must not fail on it after the training.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    write_text(path, re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n")
 
 
 @contextmanager

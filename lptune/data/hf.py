@@ -1,21 +1,27 @@
 """Asks transformers, which works in a process of its own (hf_process.py says why).
 
 One process serves all of this process's questions. It starts with the first of them, which takes about a
-second, and again after it was ended: by a question beyond its limits, or by itself when it had nothing to do.
+second, and again after it was ended: by a question beyond its limits, or by itself when it was idle. Answers
+that files and versions alone decide are kept on disk, so that a run whose rows are cached, too, starts no
+process.
 """
 
 import atexit
 import contextlib
 import functools
+import hashlib
+import importlib.metadata
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lptune.base import cache
 from lptune.base.errors import UserError
 
 _PROGRAM = Path(__file__).with_name("hf_process.py")
@@ -41,6 +47,39 @@ def ask(operation: str, *, cpu_s: float, memory: int, **question: Any) -> Answer
     the first; the second is mostly an `error` of the answer.
     """
     return _process().ask({"operation": operation, "cpu_s": cpu_s, "memory": memory, **question})
+
+
+def ask_once(operation: str, content: Sequence[bytes], **question: Any) -> Answer:
+    """`ask`, but an answer without an error is read from the cache of earlier processes if it is there.
+
+    content: all that decides the answer, beside the versions of the libraries. What cannot be kept is asked
+    again.
+    """
+    path = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        path = cache.folder() / "transformers" / _digest([operation.encode(), *_versions(), *content])
+    with contextlib.suppress(OSError):
+        kept = cache.read(path) if path else None
+        digest, _, text = (kept or b"").partition(b"\n")
+        if kept and digest == _digest([text]).encode():
+            facts, bodies = json.loads(text)
+            return Answer(facts, [body.encode() for body in bodies])
+    answer = ask(operation, **question)
+    if path and "error" not in answer.facts:
+        text = json.dumps([answer.facts, [body.decode() for body in answer.bodies]]).encode()
+        with contextlib.suppress(OSError):  # no home, a full disk
+            cache.write(path, b"\n".join([_digest([text]).encode(), text]))
+    return answer
+
+
+def _digest(content: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(b"%d:%s" % (len(each), each) for each in content)).hexdigest()
+
+
+@functools.cache
+def _versions() -> list[bytes]:
+    names = ("transformers", "tokenizers", "jinja2")
+    return [_PROGRAM.read_bytes(), *(importlib.metadata.version(name).encode() for name in names)]
 
 
 @functools.cache

@@ -19,6 +19,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date as Date
 from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from lptune.base.errors import UserError
@@ -154,8 +155,10 @@ class ChatTemplate:
     def _ask(
         self, source: str, messages: _Objects, tools: _Objects | None, parts: Sequence[Part]
     ) -> hf.Answer:
+        # Without parts only the syntax is checked, which the source decides.
+        ask = hf.ask if parts else partial(hf.ask_once, content=[source.encode(errors="surrogatepass")])
         try:
-            answer = hf.ask(
+            answer = ask(
                 "render",
                 cpu_s=MAX_CPU_S,
                 memory=_MAX_MEMORY,

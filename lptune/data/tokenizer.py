@@ -237,7 +237,8 @@ def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, A
             if files[name]:
                 (Path(place) / name).symlink_to((folder / name).resolve())
         try:
-            answer = hf.ask("load", cpu_s=_MAX_CPU_S, memory=_MAX_MEMORY, folder=place)
+            content = [read_bytes(folder / name, _MAX_JSON_CHARS) if files[name] else b"" for name in files]
+            answer = hf.ask_once("load", content, cpu_s=_MAX_CPU_S, memory=_MAX_MEMORY, folder=place)
             reason = answer.facts.get("message", "").replace(place, str(folder))
         except hf.EndedError as error:
             reason = str(error)

@@ -5,7 +5,7 @@ VNNI, oneDNN's INT8 GEMM is a plain loop, 20 times slower than float32; with it,
 GEMM for AVX2 is twice as fast as float32 where a processor multiplies integers on two ports, and no faster
 where on one. Without bfloat16 instructions, oneDNN's bfloat16 GEMM is up to 10 times slower than float32.
 
-A timing takes some tens of ms. It is kept in the folder of `lptune.kernels.cache`, under a name that depends
+A timing takes some tens of ms. It is kept in the folder of `lptune.base.cache`, under a name that depends
 on the processor, on torch and on our C++; to time again, delete its gemms-*.json. Ranks that start together
 may choose differently, with the same bits.
 """
@@ -24,9 +24,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from lptune.base import cache
 from lptune.base.files import parse_json
 from lptune.hardware.cpu import cpu_flags, cpuinfo
-from lptune.kernels import cache, native
+from lptune.kernels import native
 from lptune.kernels.native import library
 
 logger = logging.getLogger(__name__)

@@ -169,7 +169,8 @@ def test_a_copied_recipe_with_keys_of_its_own_has_its_help(command: Command) -> 
 def test_help_of_run_stays_that_of_the_command_and_a_misspelt_recipe_is_named(command: Command) -> None:
     for arguments in (["run", "--help"], ["run", "--config", "quickstart", "-h"]):
         code, stdout, _ = command(*arguments)
-        assert (code, stdout.startswith("Usage: lptune run [OPTIONS] [torchrun flags] RECIPE")) == (0, True)
+        assert code == 0
+        assert stdout.startswith("Usage: lptune run [OPTIONS] [torchrun flags] RECIPE"), stdout
     code, stdout, _ = command("run", "--nproc-per-node", "2", "full_dpo", "--help")
     assert "preference.loss" not in stdout
     assert "loss: dpo" in stdout

@@ -86,7 +86,9 @@ def test_the_readme_of_a_wheel_has_no_link_that_needs_a_clone(wheel: Path) -> No
 
 
 def test_a_message_of_an_installed_wheel_names_an_address(wheel: Path) -> None:
-    code = "from lptune.config import UserError; print(UserError('seq_len: see docs/resume.md (docs/a.md)'))"
+    code = (
+        "from lptune.base.errors import UserError as E; print(E('seq_len: see docs/resume.md (docs/a.md)'))"
+    )
     page = f"https://github.com/lptune/lptune/blob/v{__version__}/docs"
 
     def said(folder: Path) -> str:

@@ -239,6 +239,7 @@ def test_a_template_cannot_make_gigabytes(source: str, monkeypatch: pytest.Monke
 
 def test_the_process_of_templates_ends_when_idle_or_killed_and_starts_again() -> None:
     chat = template("{{ messages[0].content }}")
+    assert chat.render(ONE).text == ONE[0]["content"]
     for number in (signal.SIGALRM, signal.SIGALRM):
         child = hf._process()._child
         assert child is not None

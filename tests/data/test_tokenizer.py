@@ -412,15 +412,23 @@ def test_no_process_that_loads_renders_and_reads_cached_rows_imports_transformer
     program = (
         "import sys\n"
         "from pathlib import Path\n"
+        "started = []\n"
+        "sys.addaudithook(lambda event, _: started.append(event) if event == 'subprocess.Popen' else None)\n"
         "from lptune import data\n"
         "from lptune.config import DataConfig\n"
         f"cfg = DataConfig(source={str(tmp_path / 'rows.jsonl')!r}, cache={str(tmp_path / 'cache')!r})\n"
         f"tokenizer = data.load_tokenizer(Path({str(folder)!r}))\n"
         "print(data.prepare(cfg, tokenizer, seed=1, vocab_size=100_000).train.digest)\n"
-        "print([name for name in ('transformers', 'jinja2') if name in sys.modules])\n"
+        "print([name for name in ('transformers', 'jinja2') if name in sys.modules], len(started))\n"
     )
-    making, reading = (cold.run("-c", program) for _ in range(2))
+    own = {"XDG_CACHE_HOME": str(tmp_path / "own")}
+    making, reading = (cold.run("-c", program, **own) for _ in range(2))
     assert making.returncode == 0, making.stderr
-    assert making.stdout == reading.stdout
-    assert making.stdout.endswith("[]\n")
+    (digest, *imported, num_started), second = making.stdout.split(), reading.stdout.split()
+    assert (imported, num_started) == (["[]"], "1")
+    assert second == [digest, "[]", "0"], "the second process starts none"
     assert list((tmp_path / "cache").glob("*/manifest.json"))
+    # A damaged answer is asked for again.
+    for kept in (tmp_path / "own/lptune/transformers").iterdir():
+        kept.write_bytes(kept.read_bytes().replace(b"bos", b"sob"))
+    assert cold.run("-c", program, **own).stdout.split() == [digest, "[]", "1"]

@@ -11,7 +11,7 @@ import pytest
 from lptune.config import FinetuneConfig, load_config
 from lptune.training.settings import _notes
 
-MODEL: Any = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=4096))
+MODEL: Any = SimpleNamespace(facts=SimpleNamespace(max_position_embeddings=4096))
 
 
 @pytest.fixture

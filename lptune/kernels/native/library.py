@@ -2,7 +2,7 @@
 
 The machine's C++ compiler compiles all *.cpp of this folder for the machine's processor, in about two
 seconds. So the installation has no build step, and no torch headers are needed. The library is kept in the
-folder of `lptune.kernels.cache`, under a name that depends on the sources, the command and the processor.
+folder of `lptune.base.cache`, under a name that depends on the sources, the command and the processor.
 
 A file that is kept may be cut, or changed by someone else. The SHA-256 at its end is compared with the bytes
 before it, and exactly these bytes are loaded, from a copy in memory.
@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from lptune.base import cache
 from lptune.hardware.cpu import cpu_flags
-from lptune.kernels import cache
 
 logger = logging.getLogger(__name__)
 

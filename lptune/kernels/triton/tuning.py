@@ -4,7 +4,7 @@ The key of a choice has the exact sizes of the weight, but only the bucket of th
 number changes from batch to batch, and would cause a new measurement each time. `bucket` rounds it up to a
 power of two.
 
-Choices are kept in the folder of `lptune.kernels.cache`, in one JSON file per device, Triton version and
+Choices are kept in the folder of `lptune.base.cache`, in one JSON file per device, Triton version and
 version of the kernel sources. If a file cannot be read or written, the choice is measured again; a run never
 fails for it.
 
@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from lptune.base import cache
 from lptune.base.files import parse_json
-from lptune.kernels import cache
 
 logger = logging.getLogger(__name__)
 

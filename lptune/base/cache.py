@@ -1,8 +1,8 @@
-"""Files that kernels keep between runs, in `$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`).
+"""Files that are kept between runs, in `$XDG_CACHE_HOME/lptune` (`~/.cache/lptune`).
 
-Such a file is executed, or decides which code runs. So it must be a regular file, not a link, owned by this
-user or root, and not writable by other users. Any other file counts as missing: a warning names it, and the
-caller makes it again.
+Such a file is executed, or decides which code runs or which tokens are trained on. So it must be a regular
+file, not a link, owned by this user or root, and not writable by other users. Any other file counts as
+missing: a warning names it, and the caller makes it again.
 """
 
 import logging
