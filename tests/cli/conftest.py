@@ -43,6 +43,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # what a command would set would outlive it here
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:

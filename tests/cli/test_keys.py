@@ -170,7 +170,7 @@ def test_help_of_run_stays_that_of_the_command_and_a_misspelt_recipe_is_named(co
     for arguments in (["run", "--help"], ["run", "--config", "quickstart", "-h"]):
         code, stdout, _ = command(*arguments)
         assert code == 0
-        assert stdout.startswith("Usage: lptune run [OPTIONS] [torchrun flags] RECIPE"), stdout
+        assert "Usage: lptune run [OPTIONS] [torchrun flags] RECIPE" in stdout
     code, stdout, _ = command("run", "--nproc-per-node", "2", "full_dpo", "--help")
     assert "preference.loss" not in stdout
     assert "loss: dpo" in stdout
