@@ -1,17 +1,15 @@
-"""The loop of a training recipe: everything but the forward, the loss and the evaluation, which the recipe
-does.
+"""The loop of a training recipe: everything but the forward, the loss and the evaluation, the recipe's own.
 
-    steps = training.plan_steps(run, plan, rows, tokenizer)    the same run as before? falsy: nothing is left
-    to do ...                                                        the model and its training.State;
-    run.load steps.start(state)                                         prints the plan, makes the folder for
-    step in steps:
-        for batch in step.shadow_batches():                    none, unless precision.shadow_every makes it
-        due
+    steps = training.plan_steps(run, plan, rows, tokenizer)
+    ...                                        the model and its training.State; run.load
+    steps.start(state)                         prints the plan, makes the folder
+    for step in steps:
+        for batch in step.shadow_batches():    none, unless precision.shadow_every makes it due
             loss = ...
             (loss * step.loss_factor).backward()
             step.add(loss)
         for batch in step.batches():
-            ...                                                the same three lines
+            ...                                the same three lines
         step.update()
         if step.eval_due:
             step.record(eval_loss=...)

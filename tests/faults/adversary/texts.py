@@ -114,7 +114,10 @@ def _secret_places() -> Iterator[Case]:
                 subject="secret places",
                 name=f"{key} is {form}",
                 prepare=prepare,
-                may_hold=("work/run/*state.json", "work/run/*README.md") if key == "model.path" else (),
+                may_hold={
+                    "model.path": ("work/run/*state.json", "work/run/*README.md"),
+                    "output_dir": ("work/*/report.html",),
+                }.get(key, ()),
                 may_tell=key in _PLACE_KEYS,
             )
 
