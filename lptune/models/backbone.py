@@ -43,9 +43,9 @@ ModelT_co = TypeVar("ModelT_co", covariant=True)
 class Part(NamedTuple):
     """A box of a parameter, and the box of a stored tensor that has the same values.
 
-    The whole of one tensor is `Part(name, (0, 0), shape)`. Tensor e of a stack is `Part(name, (e, 0, 0), (1,
-    N, K), dims=(None, 0, 1))`. The rows of a fused tensor from `first` on are `Part(name, (0, 0), (N, K),
-    origin=(first, 0))`.
+    The whole of one tensor: `Part(name, (0, 0), shape)`.
+    Tensor e of a stack: `Part(name, (e, 0, 0), (1, N, K), dims=(None, 0, 1))`.
+    The rows of a fused tensor from `first` on: `Part(name, (0, 0), (N, K), origin=(first, 0))`.
     """
 
     stored: str
