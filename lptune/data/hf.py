@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from lptune.base import cache
 from lptune.base.errors import UserError
@@ -59,17 +60,29 @@ def ask_once(operation: str, content: Sequence[bytes], **question: Any) -> Answe
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         path = cache.folder() / "transformers" / _digest([operation.encode(), *_versions(), *content])
     with contextlib.suppress(OSError):
-        kept = cache.read(path) if path else None
-        digest, _, text = (kept or b"").partition(b"\n")
-        if kept and digest == _digest([text]).encode():
-            facts, bodies = json.loads(text)
-            return Answer(facts, [body.encode() for body in bodies])
+        digest, _, text = ((cache.read(path) if path else None) or b"").partition(b"\n")
+        if text and digest == _digest([text]).encode():
+            return _read_answer(io.BytesIO(text))
     answer = ask(operation, **question)
     if path and "error" not in answer.facts:
-        text = json.dumps([answer.facts, [body.decode() for body in answer.bodies]]).encode()
+        line = json.dumps({**answer.facts, "sizes": [len(body) for body in answer.bodies]})
+        text = b"".join([line.encode(), b"\n", *answer.bodies])
+        kept = b"\n".join([_digest([text]).encode(), text])
         with contextlib.suppress(OSError):  # no home, a full disk
-            cache.write(path, b"\n".join([_digest([text]).encode(), text]))
+            if len(kept) < cache.MAX_BYTES:
+                cache.write(path, kept)
     return answer
+
+
+def _read_answer(file: IO[bytes]) -> Answer:
+    """An answer as hf_process.py writes it. Raises ValueError or EOFError if it is cut off."""
+    facts = json.loads(file.readline())
+    bodies = []
+    for size in facts.pop("sizes"):
+        bodies.append(file.read(size))
+        if len(bodies[-1]) < size:
+            raise EOFError
+    return Answer(facts, bodies)
 
 
 def _digest(content: Sequence[bytes]) -> str:
@@ -130,23 +143,23 @@ class _Process:
         try:
             child.stdin.write(line)
             child.stdin.flush()
-            facts = json.loads(child.stdout.readline())
-            bodies = [child.stdout.read(size) for size in facts.pop("sizes")]
+            answer = _read_answer(child.stdout)
         except BaseException as error:  # an interrupt, too: the rest of an answer must not answer the next
             self.close()
-            if not isinstance(error, (BrokenPipeError, json.JSONDecodeError)):
+            if not isinstance(error, (BrokenPipeError, EOFError, json.JSONDecodeError)):
                 raise
             if child.returncode == -signal.SIGALRM:
                 raise _IdleError from None
             if child.returncode == -signal.SIGPROF:
                 raise EndedError(f"takes more than {cpu_s:g} s on a processor") from None
             raise EndedError(f"ends the process that reads it ({child.returncode})") from None
-        if facts.get("error") == "import":
+        if answer.facts.get("error") == "import":
             self.close()
             raise UserError(
-                f"transformers cannot be imported: {facts['message']}; pip install 'transformers>=5.3,<6'"
+                f"transformers cannot be imported: {answer.facts['message']}; "
+                "pip install 'transformers>=5.3,<6'"
             )
-        return Answer(facts, bodies)
+        return answer
 
     def forget(self) -> None:
         """Leaves the process to its owner."""

@@ -75,7 +75,9 @@ def _text(error: BaseException) -> str:
 
 
 def _load(question: dict[str, Any]) -> Answer:
-    """The tokenizer of a folder as AutoTokenizer loads it; the body is its tokenizer.json."""
+    """The tokenizer of a folder as AutoTokenizer loads it. The body is its tokenizer.json, changed so that the
+    offsets of a token include its leading space.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -100,7 +102,22 @@ def _load(question: dict[str, Any]) -> Answer:
         "infill_token": str(infill or ""),
         "splits_special": bool(tokenizer.split_special_tokens),
     }
-    return facts, [backend.to_str().encode()]
+    spec = json.loads(backend.to_str())
+    _untrim_offsets(spec["post_processor"])
+    _untrim_offsets(spec["pre_tokenizer"])
+    return facts, [json.dumps(spec, ensure_ascii=False).encode("utf-8", "surrogatepass")]
+
+
+def _untrim_offsets(node: Any) -> None:
+    """Switches `trim_offsets` off everywhere in `node`. Ids stay the same."""
+    if isinstance(node, dict):
+        if "trim_offsets" in node:
+            node["trim_offsets"] = False
+        for child in node.values():
+            _untrim_offsets(child)
+    elif isinstance(node, list):
+        for child in node:
+            _untrim_offsets(child)
 
 
 def _render(question: dict[str, Any], templates: list[Any]) -> Answer:

@@ -177,13 +177,12 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     """
     folder = Path(folder)
     files = _read_files(folder)
-    facts, spec = _loaded(folder, files)
-    _untrim_offsets(spec.get("post_processor"))
-    _untrim_offsets(spec.get("pre_tokenizer"))
+    facts, content = _loaded(folder, files)
+    spec = json.loads(content)
     _check_growth(spec, folder)
     special: dict[str, str] = facts["special_tokens"]
     with _errors_of(folder):
-        backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        backend = tokenizers.Tokenizer.from_str(content)
     ids = {key: backend.token_to_id(text) for key, text in special.items()}
     eos_id = ids.get("eos_token")
     if eos_id is None:
@@ -230,7 +229,7 @@ def _read_files(folder: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """What AutoTokenizer makes of a folder: facts of hf_process.py, and a tokenizer.json that says it all."""
     with tempfile.TemporaryDirectory(prefix="lptune-") as place:
         for name in files:
@@ -252,7 +251,7 @@ def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, A
             f"{folder / 'tokenizer_config.json'}: split_special_tokens: special tokens in text are not split "
             "here; remove the key"
         )
-    return answer.facts, json.loads(answer.bodies[0])
+    return answer.facts, answer.bodies[0].decode()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -309,20 +308,6 @@ def _parts(value: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         yield value
         for part in (*value.get("normalizers", ()), *value.get("decoders", ())):
             yield from _parts(part)
-
-
-def _untrim_offsets(node: Any) -> None:
-    """Switches `trim_offsets` off everywhere in `node`. Ids stay the same, and the offsets of a token then
-    include its space.
-    """
-    if isinstance(node, dict):
-        if "trim_offsets" in node:
-            node["trim_offsets"] = False
-        for child in node.values():
-            _untrim_offsets(child)
-    elif isinstance(node, list):
-        for child in node:
-            _untrim_offsets(child)
 
 
 def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:

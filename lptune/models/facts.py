@@ -4,6 +4,7 @@ Each member of Backbone (backbone.py) has a subclass, with what its modules need
 DecoderConfig. The function that reads config.json (families.py) returns it. This file imports no torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
@@ -30,7 +31,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class Facts(ABC):
     """The sizes of one causal language model, as its config.json gives them."""
 
     family: str
@@ -60,9 +61,9 @@ class Facts:
     notes: tuple[str, ...] = field(default=(), compare=False)
     """One line for each setting of config.json that a run does not apply."""
 
+    @abstractmethod
     def build(self) -> "Backbone":
         """The model, with weights of unspecified values on torch's default device. See `build_on_meta`."""
-        raise NotImplementedError
 
     def attention_flops(self, lengths: "npt.ArrayLike") -> float:
         """FLOPs of the attention of all layers, forward and backward. lengths: of documents, in tokens."""

@@ -29,7 +29,7 @@ class PlannedStep:
 
     def build_frozen(self, frozen: models.Backbone, cfg: Any, world: World) -> None:
         """Freezes, cuts and shards the second model, which is on meta, as the recipe does."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} names a second model, and has no build_frozen")
 
     def loss(
         self, frozen: models.Backbone | None, tokens_BS: Tensor, documents: models.DocumentBounds, cfg: Any
