@@ -4,6 +4,9 @@ huggingface_hub brings time limits, retries and progress bars of its own. Here i
 """
 
 import re
+import socket
+import ssl
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,15 +16,22 @@ WAIT_S = 30.0
 """For an answer about a repository; files have HF_HUB_DOWNLOAD_TIMEOUT."""
 
 
+_OF_CONNECTIONS = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+
+
 @contextmanager
 def asked(where: str, todo: str = "") -> Iterator[None]:
     """Around an import of huggingface_hub and calls of it, and nothing else: whatever they raise (for a wrong
-    variable of the environment, a lost connection, a proxy's login page) becomes a UserError. where: what the
-    line begins with. todo: what it ends with.
+    variable of the environment, a lost connection, a proxy's login page, a full disk) becomes a UserError. An
+    error from outside huggingface_hub is a bug, and goes on. where: what the line begins with. todo: what it
+    ends with.
     """
     try:
         yield
     except Exception as error:
+        frames = traceback.walk_tb(error.__traceback__)
+        if not any(frame.f_globals.get("__name__", "").startswith("huggingface_hub") for frame, _ in frames):
+            raise
         raise UserError(f"{where}: {_reason(error)}{todo and '; '}{todo}") from None
 
 
@@ -49,6 +59,8 @@ def _reason(error: Exception) -> str:
         return "401: the hub does not accept the token; set another HF_TOKEN"
     if status == 403:
         return "403: the token may not do this; set one that may, or choose another repository"
+    if isinstance(error, OSError) and error.errno and not isinstance(error, _OF_CONNECTIONS):
+        return first_line(error)  # of this machine: a full disk, no permission
     return f"{without_secrets(constants.ENDPOINT)} does not answer as a hub does: {first_line(error)}"
 
 

@@ -8,8 +8,10 @@ would show it.
 
 import glob
 import hashlib
+import os
 import re
 import sys
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -61,10 +63,14 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
         import huggingface_hub
 
         api = huggingface_hub.HfApi()
-        info = api.model_info(repo, revision=revision, timeout=hub_requests.WAIT_S)
-        commit, names = str(info.sha), [str(each.rfilename) for each in info.siblings or []]
-    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
-        pickled = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
+        info = api.model_info(repo, revision=revision, timeout=hub_requests.WAIT_S, files_metadata=True)
+        commit, siblings = str(info.sha), info.siblings or []
+        listed = {
+            str(each.rfilename): str((each.lfs.sha256 if each.lfs else each.blob_id) or "")
+            for each in siblings
+        }  # name -> digest, which is empty where the hub lists none
+    if not any(name.endswith(".safetensors") and "/" not in name for name in listed):
+        pickled = next((name for name in listed if name.endswith((".bin", ".pt", ".pth"))), None)
         reason = f", only {pickled}, a pickle, which is never loaded" if pickled else ""
         raise UserError(f"{repo}: holds no safetensors{reason}; choose a repository or revision that does")
     for other in {note.commit for note in _notes(folder).values()} - {commit}:
@@ -73,7 +79,8 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
             "choose another --output-dir",
         ):
             api.model_info(repo, revision=other, timeout=hub_requests.WAIT_S)
-    wanted = [name for name in names if _is_wanted(name)]
+    wanted = {name: digest for name, digest in listed.items() if _is_wanted(name)}
+    before = {name for name in wanted if (folder / name).exists()}
     changed = _changed(folder, wanted)
     with hub_requests.asked(repo):
         if not sys.stderr.isatty():  # a log
@@ -86,12 +93,17 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
             ignore_patterns=[*IGNORED, *map(glob.escape, changed)],
         )
     notes = _notes(folder)
-    for name in wanted:  # without a connection huggingface_hub takes a folder that is there for the download
-        if name not in changed and (name not in notes or notes[name].commit != commit):
-            raise UserError(
-                f"{folder / name}: did not come from the hub as of {commit[:12]}; download it again"
-            )
-    verify_digests(folder)
+    for name in wanted:
+        file, note = folder / name, notes.get(name)
+        if name in changed:
+            continue
+        if note is None or note.commit != commit:  # without a connection any folder is taken for the download
+            raise UserError(f"{file}: did not come from the hub as of {commit[:12]}; download it again")
+        if _DIGEST.fullmatch(note.etag) and _digest_like(note.etag, file) != note.etag:
+            if name in before:
+                raise UserError(f"{file}: {_DIFFERS}; remove it and download it again")
+            file.unlink()  # or it would be taken for downloaded
+            raise UserError(f"{file}: {_DIFFERS}; download it again")
     for name in changed:
         click.echo(
             f"kept: {folder / name}, which was changed since it was downloaded; remove it to get the hub's"
@@ -117,38 +129,60 @@ def _check_place(folder: Path) -> None:
         raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
 
 
-def _changed(folder: Path, names: list[str]) -> list[str]:
-    """Of `names`, the files in `folder` that were not downloaded, or were edited after that; they stay.
-    Raises UserError for weights among them: with the other weights of the hub they would be no model.
+def _changed(folder: Path, digests: Mapping[str, str]) -> list[str]:
+    """Of the files of `digests` in `folder`, those that were not downloaded, or were edited after that; they
+    stay. Raises UserError for weights among them: with the other weights of the hub they would be no model.
+
+    digests: name -> digest of the file on the hub, or empty. A file that has it, or that of its note, counts
+    as downloaded, whatever its time: it may be a copy, or a kill came before its note. Time alone decides
+    where there is no digest, and for weights that are older than their note: those are hashed at the end.
     """
     notes, changed = _notes(folder), []
-    for name in names:
+    for name, digest in digests.items():
         file, note = folder / name, notes.get(name)
-        if file.exists() and (note is None or file.stat().st_mtime - 1 > note.time_s):
-            if name.endswith(".safetensors"):
-                raise UserError(
-                    f"{file}: is not as it was downloaded, and would be overwritten; move it away, or choose "
-                    "another --output-dir"
-                )
-            changed.append(name)
+        if not file.exists():
+            continue
+        known = {each for each in (digest, note.etag if note else "") if _DIGEST.fullmatch(each)}
+        is_weights = name.endswith(".safetensors")
+        if note and file.stat().st_mtime - 1 <= note.time_s and (is_weights or not known):
+            continue
+        if file.is_file() and any(_digest_like(each, file) == each for each in known):
+            continue
+        if is_weights:
+            raise UserError(
+                f"{file}: is not as it was downloaded, and would be overwritten; move it away, or choose "
+                "another --output-dir"
+            )
+        changed.append(name)
     return changed
 
 
+_DIFFERS = "differs from the file on the hub (another digest)"
+
+
 def verify_digests(folder: Path) -> int:
-    """Compares files with the sha256 that the hub sent (the etag of large files); returns how many. Raises
-    UserError for a file that differs, which huggingface_hub would take for downloaded.
+    """Compares large files with the sha256 that the hub sent (their etag); returns how many. Raises UserError
+    for a file that differs. Small files are left out: a config.json may have been edited.
     """
-    large = {
-        name: note.etag for name, note in _notes(folder).items() if re.fullmatch("[0-9a-f]{64}", note.etag)
-    }
+    noted = {name: note.etag for name, note in _notes(folder).items()}
+    large = {name: etag for name, etag in noted.items() if _DIGEST.fullmatch(etag) and len(etag) == 64}
     for name, digest in large.items():
-        with (folder / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise UserError(
-                    f"{folder / name}: differs from the file on the hub (another digest); remove it and "
-                    "download it again"
-                )
+        if _digest_like(digest, folder / name) != digest:
+            raise UserError(f"{folder / name}: {_DIFFERS}; remove it and download it again")
     return len(large)
+
+
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+"""git's SHA-1 of a small file, sha256 of a large one."""
+
+
+def _digest_like(digest: str, file: Path) -> str:
+    """The digest of `file`, of the kind of `digest`."""
+    with file.open("rb") as content:
+        if len(digest) == 64:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        header = b"blob %d\0" % os.fstat(content.fileno()).st_size
+        return hashlib.file_digest(content, lambda: hashlib.sha1(header, usedforsecurity=False)).hexdigest()
 
 
 _NOTES = ".cache/huggingface/download"

@@ -11,6 +11,9 @@ from lptune.config.elsewhere import VALUES
 _MAX_LISTED = 90
 """Longest list of choices, in characters, that a message has."""
 
+_MAX_PATH_BYTES = 4096 - 512
+"""Linux opens paths of less than 4,096 bytes."""
+
 
 def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> None:
     """Raises ChoiceError unless `value` is one of `choices`; `where` follows them in the message.
@@ -67,6 +70,11 @@ def check_path(key: str, value: str) -> None:
         ) from None
     if "\0" in value or longest > 255:
         raise UserError(f"{key}: is not a path: a name in it is longer than 255 bytes or holds a zero byte")
+    if (num_bytes := len(os.fsencode(_absolute(value)))) > _MAX_PATH_BYTES:
+        raise UserError(
+            f"{key}: is not a path: it has {num_bytes:,} bytes, more than the {_MAX_PATH_BYTES:,} that leave "
+            "room for the names of files in a folder"
+        )
     if os.path.expanduser(value).startswith("~"):
         raise UserError(
             f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"

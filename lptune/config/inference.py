@@ -182,7 +182,8 @@ class HarnessConfig:
     task_folder: str | None = None
     """Folder of further tasks: YAML files, also in its folders. They can run code, see run_task_code."""
     run_task_code: bool = False
-    """Must be true with a task_folder: its files can name functions and classes. Trust it like a program."""
+    """Lets tasks run code that is not part of lm_eval: metrics of the hub, and functions and classes that the
+    files of task_folder name. Trust such a folder like a program."""
     num_fewshot: int | None = None
     """Number of examples before each question. Not given: that of the task, else 0. A task that sets 0 keeps
     it."""

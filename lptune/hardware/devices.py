@@ -9,7 +9,7 @@ A device is found by its exact name, since "H100" is the name of three GPUs (SXM
 names. A slice of a GPU (MIG) and a card for laptops or for one market have their own names and peaks. They
 are listed only if their figures are published.
 
-Imports nothing of lptune but its config, so that every part may ask.
+Of lptune it imports base and its own package alone, so that every part may ask.
 """
 
 from dataclasses import dataclass

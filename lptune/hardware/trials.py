@@ -4,7 +4,7 @@ If two implementations are both correct, and only hardware can tell which is fas
 tested, and this variable chooses. docs/gpu.md has the expectation for each and, after a measurement, the
 result: the faster one then becomes the default, and its name is removed from here.
 
-Imports no part of lptune but its config, so that every part may ask.
+Of lptune it imports base and its own package alone, so that every part may ask.
 """
 
 import functools

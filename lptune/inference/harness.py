@@ -170,7 +170,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         prompts.sort(key=lambda each: -len(each[1]))
         ends, found = self._end_ids(), dict[int, str]()
         bar = tqdm(total=len(prompts), desc="answered", disable=None if self._world.is_main else True)
-        for batches in rounds(in_batches(prompts, self._cfg.batch_size), self._world):
+        for batches in rounds(in_batches(prompts, self._cfg.batch_size), self._world, "harness.tasks"):
             mine = batches[self._world.data_rank]
             answers = [Answer(self._tokenizer, ends, stop, max_new_tokens) for _ in mine]
             sampler = Sampler(sampling, self._cfg.seed, [number for number, _ in mine])

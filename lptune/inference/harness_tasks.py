@@ -1,8 +1,10 @@
 """Tasks of EleutherAI's evaluation harness (lm_eval): what may run, and a run on a model of lptune.
 
 lm_eval reads a task's data, writes requests, and computes metrics; harness.py answers the requests. The tasks
-in its package are trusted as the package is. A folder of tasks is a program: its files may name functions,
-classes, metrics of the hub and templates without a sandbox. So it is read only with `harness.run_task_code`.
+in its package are trusted as the package is, but some load metrics with the package `evaluate`, which runs a
+script of the hub, or of a folder with the metric's name: a stand-in refuses to. A folder of tasks is a
+program: its files may name functions, classes and templates without a sandbox. Only `harness.run_task_code`
+allows either.
 """
 
 import importlib.metadata
@@ -10,9 +12,11 @@ import json
 import math
 import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -48,6 +52,8 @@ class Tasks:
                 f"harness.task_folder: {folder}: files of tasks can run code; if you trust them like a "
                 "program, set harness.run_task_code=true"
             )
+        if not cfg.run_task_code:
+            sys.modules["evaluate"] = SimpleNamespace(load=_refuse)  # type: ignore[assignment]
         manager = _manager(cfg, folder)
         for name in cfg.tasks:
             if name not in manager.task_index:
@@ -101,6 +107,17 @@ class Tasks:
         }
 
 
+class _MetricError(BaseException):
+    """No Exception: lm_eval goes on after those, without the metric."""
+
+
+def _refuse(metric: str, *_: Any, **__: Any) -> NoReturn:
+    raise _MetricError(
+        f"harness.tasks: a task runs the metric {metric!r:.60}, which is code of the hub; leave the task "
+        "out, or set harness.run_task_code=true if you trust it"
+    )
+
+
 def _manager(cfg: HarnessConfig, folder: Path | None) -> Any:
     """The index of tasks. lm_eval's own, of 14,000 names, takes ten seconds: without it where task_folder has
     all tasks, and none of them is a group, which may name others.
@@ -127,6 +144,8 @@ def _of_task(what: str, call: Callable[[], Any], model: HarnessModel | None = No
         return call()
     except UserError:
         raise
+    except _MetricError as error:
+        raise UserError(str(error)) from None
     except Exception as error:
         if model is not None and model.is_answering:
             raise

@@ -34,13 +34,15 @@ def in_batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield batch
 
 
-def rounds(batches: Iterable[Sequence[T]], world: World) -> Iterator[list[Sequence[T]]]:
+def rounds(
+    batches: Iterable[Sequence[T]], world: World, key: str = "prompts.source"
+) -> Iterator[list[Sequence[T]]]:
     """Lists of one batch for each data rank. In the last list, the batches at the end may be empty. Raises
-    UserError if ranks have read other items. A collective.
+    UserError if ranks have read other items. key: of the config, where the items come from. A collective.
     """
     for found in in_batches(batches, world.data_size):
         if world.size > 1:
-            check_same("prompts.source", hashlib.sha256(ascii(found).encode()).hexdigest(), world)
+            check_same(key, hashlib.sha256(ascii(found).encode()).hexdigest(), world)
         yield [*found, *([()] * (world.data_size - len(found)))]
 
 

@@ -58,12 +58,12 @@ def score(
     """The scores of `pairs`, in their order, on every rank. A collective: the ranks share the rows.
 
     model: not sharded, whole on each rank. batch_size: rows of a forward. max_length: most tokens of a row;
-    no continuation may have more.
+    no continuation may have more. Raises UserError, which names harness.tasks, if ranks have other pairs.
     """
     rows = sorted(_rows(pairs, max_length), key=lambda row: (-len(row.ids), row.ids))
     found: dict[int, Scored] = {}
     with tqdm(total=len(pairs), desc="scored", disable=None if world.is_main else True) as bar:
-        for batches in rounds(in_batches(rows, batch_size), world):
+        for batches in rounds(in_batches(rows, batch_size), world, "harness.tasks"):
             mine = [(number, *scored) for number, scored in _scored(model, batches[world.data_rank])]
             for of_rank in world.gather(mine):
                 found |= {number: Scored(*scored) for number, *scored in of_rank}

@@ -20,7 +20,7 @@ def read_tasks(cfg: HarnessConfig, tokenizer: Tokenizer, world: World) -> "Tasks
     """The tasks of `cfg.tasks`, with their data sets; None: there are none. A collective.
 
     Raises UserError where lm_eval is missing or too old, for a task that is unknown or cannot be read, and
-    for a task folder without `cfg.run_task_code`.
+    for a task folder or a metric of the hub without `cfg.run_task_code`.
     """
     if not cfg.tasks:
         return None

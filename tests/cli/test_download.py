@@ -2,9 +2,11 @@
 
 # ruff: noqa: E501  (messages are compared whole)
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -192,6 +194,7 @@ def test_what_cannot_be_downloaded_is_one_line_and_leaves_no_folder(
 
 
 LIST, TREE, WEIGHTS = "api/models/owner/good/revision/main", f"/tree/{COMMIT}", "/model.safetensors"
+CONFIG = f"/{COMMIT}/config.json"
 
 
 def _body(content: bytes) -> Callable[[Hub], None]:
@@ -217,9 +220,11 @@ NO_HUB = "does not answer as a hub does"
         (WEIGHTS, lambda hub: hub.refuse(403, ""), "403: the token may not do this"),
         (WEIGHTS, lambda hub: hub.send(b"weights", commit="f" * 40), "did not come from the hub as of"),
         (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "differs from the file on the hub"),
+        (WEIGHTS, lambda hub: hub.send(b"weigh", etag=git_sha1(b"weights")), "differs from the file on the hub"),
+        (CONFIG, lambda hub: hub.send(b"log in", etag=git_sha1(FILES["config.json"])), "differs from the file on the hub"),
     ],
 )  # fmt: skip
-def test_what_no_hub_answers_is_one_line(
+def test_what_no_hub_answers_is_one_line_and_leaves_no_file_that_a_run_would_take(
     here: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -237,6 +242,8 @@ def test_what_no_hub_answers_is_one_line(
     code, stdout, stderr = here("download", "owner/good")
     assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
     assert message in stderr
+    file = tmp_path / "checkpoints/good" / ending.rpartition("/")[2]
+    assert ending not in (WEIGHTS, CONFIG) or not file.exists() or "did not come" in stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"checkpoints", "hf_home"}  # nothing beside them
 
 
@@ -368,6 +375,110 @@ def test_an_edited_config_survives_a_rerun_that_completes_the_download(here: Com
     assert (folder / "config.json").read_bytes() == b"edited"
     assert (folder / "notes.txt").read_text() == "mine"
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def _lfs(hub: Hub, path: str) -> bool:
+    """Sends the two largest files as the hub sends large ones."""
+    name = path.rpartition("/")[2]
+    if is_large := "/resolve/" in path and name in ("model.safetensors", "tokenizer.json"):
+        hub.send(FILES[name], etag=hashlib.sha256(FILES[name]).hexdigest())
+    return is_large
+
+
+def test_an_edited_large_file_is_kept_and_said(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _lfs)
+    assert here("download", "owner/good")[0] == 0
+    _edit(tmp_path / "checkpoints/good/tokenizer.json")
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stderr) == (0, "")
+    assert stdout.startswith("kept: checkpoints/good/tokenizer.json, ")
+    assert (tmp_path / "checkpoints/good/tokenizer.json").read_bytes() == b"edited"
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_kill_before_huggingface_hub_has_noted_a_file_is_no_obstacle(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    def odd(hub: Hub, path: str) -> bool:  # blobId is then that of a pointer
+        if path == LIST:
+            sha256 = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+            lfs = {"size": 7, "sha256": sha256, "pointerSize": 134}
+            weights = {"rfilename": "model.safetensors", "blobId": "c" * 40, "lfs": lfs}
+            config = {"rfilename": "config.json", "blobId": git_sha1(FILES["config.json"])}
+            _listed(siblings=[weights, config])(hub)
+        return path == LIST or _lfs(hub, path)
+
+    if is_large:
+        monkeypatch.setattr(Hub, "odd", odd)
+    folder = tmp_path / "checkpoints" / "good"
+    assert here("download", "owner/good")[0] == 0
+    for path in (folder / ".cache/huggingface/download").iterdir():
+        path.unlink()
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stderr, "kept" in stdout) == (0, "", False)
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_copy_without_times_is_completed(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr(Hub, "odd", _lfs)
+    assert here("download", "owner/good")[0] == 0
+    shutil.copytree(tmp_path / "checkpoints/good", tmp_path / "copy")
+    for name in WANTED:
+        os.utime(tmp_path / "copy" / name, (2e9, 2e9))
+    (tmp_path / "copy/merges.txt").unlink()
+    code, stdout, stderr = here("download", "owner/good", "--output-dir", "copy")
+    assert (code, stderr, "kept" in stdout) == (0, "", False)
+    assert all((tmp_path / "copy" / name).read_bytes() == FILES[name] for name in WANTED)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_an_edit_with_an_older_time_is_seen(here: Command, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "checkpoints/good" / name
+    assert here("download", "owner/good")[0] == 0
+    file.write_bytes(b"edited")
+    os.utime(file, (1, 1))  # so huggingface_hub takes it for what it has downloaded
+    code, stdout, stderr = here("download", "owner/good")
+    if name == "config.json":
+        assert (code, stdout.partition(",")[0]) == (0, "kept: checkpoints/good/config.json")
+    else:
+        assert (code, stdout) == (2, "")
+        assert "differs from the file on the hub (another digest); remove it" in stderr
+    assert file.read_bytes() == b"edited"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left"), PermissionError(errno.EACCES, "Denied")]
+)
+def test_an_error_of_this_machine_is_not_said_to_be_the_hubs(
+    here: Command, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert str(error.strerror) in stderr
+    assert NO_HUB not in stderr
+
+
+@pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
+def test_a_bug_of_ours_is_not_said_to_be_the_hubs(
+    here: Command, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise kind("a bug")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    code, _, stderr = here("download", "owner/good")
+    assert code == 1
+    assert "Traceback" in stderr
+    assert NO_HUB not in stderr
 
 
 def _edit(file: Path) -> None:

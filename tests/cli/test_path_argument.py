@@ -41,6 +41,31 @@ def test_a_path_that_is_no_printable_text_is_one_line_at_the_start(
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
+@pytest.mark.parametrize(
+    "value", ["x" * 300, "x/" * 2030, "y/../" * 900 + "x/" * 1900], ids=["name", "path", "dots"]
+)
+@pytest.mark.parametrize(
+    ("key", "arguments"),
+    [
+        *LAYOUTS,
+        ("A", ["diff", "{}", "job.yaml"]),
+        ("B", ["diff", "job.yaml", "{}"]),
+        ("RUN...", ["report", "{}"]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_path_that_is_too_long_is_one_line_at_the_start(
+    command: Command, tmp_path: Path, key: str, arguments: list[str], value: str
+) -> None:
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    code, stdout, stderr = command(*[argument.replace("{}", value) for argument in arguments])
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
+    assert f"{key}: " in stderr
+    assert "is not a path: " in stderr
+    assert "bytes" in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
+
+
 def test_a_path_in_a_list_is_refused_with_its_entry(command: Command, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CONFIG)
     code, stdout, stderr = command("validate", "job.yaml", r'data.source=[builtin, "odd\nrow\e[31m"]')

@@ -259,6 +259,17 @@ def test_wrong_input_gets_one_line(
     assert not (tmp_path / "evaluation.json").exists()
 
 
+def test_a_metric_of_the_hub_is_refused_before_its_code_runs(folder: Path, tmp_path: Path) -> None:
+    # `evaluate` would run this file, and this task of lm_eval would then run what the model writes.
+    (tmp_path / "code_eval").mkdir()
+    (tmp_path / "code_eval/code_eval.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    untrusted = ("harness.task_folder=null", "harness.run_task_code=false")
+    done = evaluate(folder, folder / "tiny", tmp_path, "harness.tasks=[humaneval]", *untrusted)
+    assert done.returncode == 2, done.stderr
+    assert "runs the metric 'code_eval', which is code of the hub" in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("**/ran"))
+
+
 def test_sampled_answers_are_those_of_one_rank_on_two(folder: Path, tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"text": f"The {number}"} for number in range(5)])
     (tmp_path / "tasks").mkdir()

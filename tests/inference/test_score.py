@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lptune import distributed
+from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
 from lptune.inference import LoadedModel, Pair, Scored, load_model, score
 from tests.helpers.ranks import run_ranks
@@ -93,6 +94,18 @@ def on_a_rank(rank: int, size: int, folder: Path) -> list[Scored]:
             str(folder), PrecisionConfig(kind="int8_tensorwise"), "float32", world, num_tokens=8
         )
         return score(loaded.model, make_pairs(), world, batch_size=2, max_length=MAX_LENGTH)
+
+
+def other_pairs(rank: int, size: int, folder: Path) -> str:
+    with distributed.session("cpu") as world:
+        loaded = load_model(str(folder), PrecisionConfig(), "float32", world, num_tokens=8)
+        with pytest.raises(UserError) as raised:
+            score(loaded.model, [Pair([1], [2 + rank])], world, batch_size=1, max_length=MAX_LENGTH)
+        return str(raised.value)
+
+
+def test_ranks_with_other_pairs_are_told_the_key_of_tasks(folder: Path) -> None:
+    assert all(line.startswith("harness.tasks: ") for line in run_ranks(2, other_pairs, folder))
 
 
 def test_three_ranks_get_the_bits_of_one_rank(folder: Path) -> None:

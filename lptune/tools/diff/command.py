@@ -8,6 +8,7 @@ import click
 from lptune.base.errors import UserError
 from lptune.base.text import printable, terminal_columns
 from lptune.cli import catalog, recipe
+from lptune.config import check_path
 
 if TYPE_CHECKING:
     from lptune.tools.diff.sides import Side
@@ -26,11 +27,12 @@ def diff(a: str, b: str) -> None:
     """
     from lptune.tools.diff.sides import lines
 
-    for line in lines(_side(a), _side(b), terminal_columns()):
+    for line in lines(_side("A", a), _side("B", b), terminal_columns()):
         click.echo(printable(line))
 
 
-def _side(name: str) -> "Side":
+def _side(key: str, name: str) -> "Side":
+    check_path(key, name)
     from lptune.tools.diff.sides import Side, side_of_run
 
     folder = Path(name).expanduser()
