@@ -152,8 +152,7 @@ class Run:
             self.cfg, plan, self._saved, num_steps, data_digest, day, chat_template, others, stops
         ).with_fallen_back(self._fell_back)
         check_fingerprint(self._saved, self._state, self.world)
-        key = "data.eval_fraction" if self.cfg.data.eval_fraction else "data.eval_source"
-        check_same(key, held_out, self.world)
+        check_same("data.eval_source" if self.cfg.data.eval_source else "data.source", held_out, self.world)
 
     def last_step(self, step: int, num_steps: int, after: int) -> int:
         """The step after which the run ends: `step` if the last `after` evaluations until there found no new

@@ -26,6 +26,7 @@ from lptune.base import cache
 from lptune.base.errors import UserError
 
 _PROGRAM = Path(__file__).with_name("hf_process.py")
+_END_S = 5.0
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -119,7 +120,7 @@ class _Process:
                 elif source is not None:
                     own |= {"source": source, "template": 0 if self._child is None else len(self._templates)}
                 try:
-                    answer = self._exchange(json.dumps(own, default=str).encode() + b"\n", own["cpu_s"])
+                    answer = self._exchange(json.dumps(own).encode() + b"\n", own["cpu_s"])
                 except _IdleError:  # it ended between two questions
                     continue
                 if source is not None and answer.facts.get("error") not in ("syntax", "compile"):
@@ -145,8 +146,12 @@ class _Process:
             child.stdin.flush()
             answer = _read_answer(child.stdout)
         except BaseException as error:  # an interrupt, too: the rest of an answer must not answer the next
+            has_ended = isinstance(error, (BrokenPipeError, EOFError, json.JSONDecodeError))
+            if has_ended:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_END_S)  # for its own code
             self.close()
-            if not isinstance(error, (BrokenPipeError, EOFError, json.JSONDecodeError)):
+            if not has_ended:
                 raise
             if child.returncode == -signal.SIGALRM:
                 raise _IdleError from None

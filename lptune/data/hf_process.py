@@ -33,8 +33,8 @@ def main() -> None:
         sys.modules["torch"] = None  # type: ignore[assignment]  # half of the time of the import
         import transformers.utils.chat_template_utils  # noqa: F401
         from transformers import AutoTokenizer  # noqa: F401
-    except ImportError as error:
-        _write(answers, {"error": "import", "message": str(error)}, [])
+    except Exception as error:  # of a broken installation
+        _write(answers, {"error": "import", "message": _text(error)}, [])
         return
     templates: list[Any] = []
     operations: dict[str, Callable[[dict[str, Any]], Answer]] = {
@@ -75,8 +75,8 @@ def _text(error: BaseException) -> str:
 
 
 def _load(question: dict[str, Any]) -> Answer:
-    """The tokenizer of a folder as AutoTokenizer loads it. The body is its tokenizer.json, changed so that the
-    offsets of a token include its leading space.
+    """The tokenizer of a folder as AutoTokenizer loads it. The body is its tokenizer.json, changed so that
+    the offsets of a token include its leading space.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -231,6 +231,12 @@ def _read_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """What AutoTokenizer makes of a folder: facts of hf_process.py, and a tokenizer.json that says it all."""
+    # It would read that of the listed files which fits its version, and it gets tokenizer.json alone.
+    if files["tokenizer_config.json"].get("fast_tokenizer_files") not in (None, [], ["tokenizer.json"]):
+        raise UserError(
+            f"{folder / 'tokenizer_config.json'}: fast_tokenizer_files: transformers may read another file "
+            "than tokenizer.json; remove the key"
+        )
     with tempfile.TemporaryDirectory(prefix="lptune-") as place:
         for name in files:
             if files[name]:

@@ -176,7 +176,8 @@ class LogitsJob:
         """
         lock = None
         try:
-            self._check_same_on_all_ranks()
+            what = "logits.folder: the teacher, the data or the config"
+            checkpoint.check_same(what, self._made_with_digest, self._world)
             with side_group(self._world) as group:
                 with group.together((UserError, OSError), self._line_of):
                     if self._world.is_main:
@@ -199,18 +200,6 @@ class LogitsJob:
         finally:
             if lock is not None:
                 lock.close()
-
-    def _check_same_on_all_ranks(self) -> None:
-        """Raises UserError if a machine reads other data or another teacher. A collective."""
-        number = int(self._made_with_digest[:12], 16)
-        extremes = torch.tensor([number, -number], device=self._world.device)
-        self._world.max_(extremes)
-        largest, smallest = extremes.tolist()
-        if largest != -smallest:
-            raise UserError(
-                "logits.folder: the teacher, the data or the config is not the same on all ranks; give all "
-                "machines the same files and the same command"
-            )
 
     def _lock(self) -> Lock:
         try:

@@ -111,8 +111,8 @@ def parallelize(
         # If attention is recomputed, torch 2.13 saves its random state (used or not) in the wrong place among
         # the values that a compiled graph keeps for backward: next to the mesh of a DTensor.
         mode = "full but attention"
-    # A Backbone uses no random numbers; another module may.
-    checkpoint_activations(each, mode, keeps_random_state=backbone is None)
+    # A Backbone draws nothing, but a copy of a recipe may add dropout, whose masks the compiler keeps itself.
+    checkpoint_activations(each, mode, keeps_random_state=backbone is None or cfg.compile == "none")
     # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
     by_block = cfg.compile == "block"
     if cfg.compile != "none":

@@ -1,8 +1,9 @@
-"""Verifies the first step: did it really run in low precision? Three checks, of which a run has all.
+"""Verifies the first step: did it really run in low precision? Four checks, of which a run has all.
 
     verify_step            counts of GEMMs and gathers of each layer, exactly; the loop says how many passes
     verify_first_update    the same without a word from the loop, so only what is true in any loop
     verify_gathers         bytes of the all-gathers that FSDP ran
+    verify_token_gathers   how often tensor parallelism gathered activations in 8 bits
 
 The kernels count the GEMMs that they execute (`kernels.record_gemms`). The counts are compared with the
 precision plan, layer by layer and GEMM by GEMM. An op counts itself when it runs, so this works in the same

@@ -145,13 +145,3 @@ class DecoderConfig(Facts):
         norms = (4 if self.norm_placement == "both" else 2) * width
         words = (1 if self.tied else 2) * self.vocab_size * width
         return self.num_layers * (attention + mlp + norms) + width + words
-
-    @property
-    def linear_flops_per_token(self) -> int:
-        """FLOPs of all linear layers, including the head, for one token of one forward pass: 2 per weight.
-
-        Forward and backward together take three times as many (output, grad_input, grad_weight).
-        """
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return 2 * (self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size)

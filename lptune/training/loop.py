@@ -229,7 +229,7 @@ class Step:
         """After `update`: the line of metrics.jsonl."""
         self.stopped: Signals | None = None
         self.is_overdue = False
-        self._can_shadow = self._is_shadow = False
+        self._can_shadow = self._is_shadow = self._has_run = False
         self._shadowed = dict[str, float]()
         self._seed()
         steps.meter.start()
@@ -248,8 +248,10 @@ class Step:
             return
         with self._steps.meter.left_out():
             self._is_shadow = True
-            yield from self._steps.shadow.batches(self._done, self._steps.unit.in_batch)
-            self._is_shadow = False
+            try:
+                yield from self._steps.shadow.batches(self._done, self._steps.unit.in_batch)
+            finally:
+                self._is_shadow = False
         self._shadowed = self._steps.shadow.found
         self._seed()  # what the passes drew is no part of the step
 
@@ -265,6 +267,7 @@ class Step:
                 "step.shadow_batches() as in full_finetune, or set it to 0"
             )
         yield from self._steps.state.passes(self._done, self._steps.loader.micro_batches(self._done))
+        self._has_run = True
 
     def mismatched_batches(self) -> list[Batch]:
         """`batches` with the answers of other prompts (`Rows.mismatched`), for a forward alone."""
@@ -296,7 +299,14 @@ class Step:
     def update(self) -> None:
         """Clips and updates, and clears the gradients; if the loss or a gradient is not finite on any rank,
         only clears. Then asks all ranks whether the run is to stop after this step. A collective.
+
+        Raises RuntimeError if the loop over `batches` was left before its end, where what ran is compared
+        with the plan and scales are kept.
         """
+        if not self._has_run:
+            raise RuntimeError(
+                "the loop over step.batches() is to run to its end: leave out zip, next and break"
+            )
         steps, loader = self._steps, self._steps.loader
         updated, rate = steps.state.step(self._done, steps.num_steps, self.loss_sum.sum(), self.count)
         steps.meter.stop()

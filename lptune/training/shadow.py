@@ -38,6 +38,7 @@ from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 from lptune.training.evaluating import eval_mode
 
 CountOf = Callable[[Batch], int]
+"""The number of targets (or answers, or preferences) of a batch."""
 
 
 class RunFiles(Protocol):

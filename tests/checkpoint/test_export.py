@@ -529,7 +529,8 @@ def test_an_export_ends_generation_where_the_training_rows_end_answers(
     wanted: list[int],
 ) -> None:
     """All else is as in the base, with and without a generation_config.json, as transformers reads both."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     model, path = _model_with(base, taught, tmp_path, of_model, of_generation)
     theirs = transformers.GenerationConfig
     before = (

@@ -14,8 +14,6 @@ from lptune.config import DataConfig, PromptsConfig
 from lptune.data import Prepared, PromptWriter, Tokenizer, load_tokenizer, prepare
 from tests.helpers.chat_templates import CHATML, CHATML_MARKED, LLAMA3, MISTRAL
 
-transformers = pytest.importorskip("transformers")
-
 SPACED = (
     "{% for m in messages %}{{ m.role + ': ' + m.content + ('<|im_end|>' if m.role == 'assistant' else '\n') "
     "}}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, SourceConfig
 from lptune.data import Prepared, Rows, Tokenizer, cache_key, prepare
-
-transformers = pytest.importorskip("transformers")
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 HELLO = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]

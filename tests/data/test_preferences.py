@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, PromptsConfig, SourceConfig
 from lptune.data import Loader, Prepared, PromptWriter, Rows, Tokenizer, cache_key, prepare
 from lptune.data.sources import Row
 from tests.helpers.docs_pages import ROOT, blocks
-
-transformers = pytest.importorskip("transformers")
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 HELLO = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]

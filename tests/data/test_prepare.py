@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,8 +28,6 @@ from tests.helpers.chat_templates import (
     WITHOUT_SPECIAL_TOKENS,
     config,
 )
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture

@@ -83,7 +83,8 @@ def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
     assets: Path, asset_tokenizer: Callable[[str], Tokenizer], name: str, tmp_path: Path
 ) -> None:
     """Also documents that end within a character, as truncation may leave them."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(assets / "tokenizers" / name / "tokenizer.json")
     )

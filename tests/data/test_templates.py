@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from lptune.base.errors import UserError
 from lptune.data import ChatTemplate, Tokenizer, hf, load_tokenizer, templates
@@ -25,8 +26,6 @@ from tests.helpers.chat_templates import (
     config,
 )
 from tests.proofs import fuzz_templates, fuzz_tokenizers
-
-transformers = pytest.importorskip("transformers")
 
 
 def render_both(

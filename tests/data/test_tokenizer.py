@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
@@ -14,8 +15,6 @@ from lptune.base.errors import UserError
 from lptune.data import Tokenizer, load_tokenizer
 from tests.helpers import cold
 from tests.proofs import fuzz_tokenizers
-
-transformers = pytest.importorskip("transformers")
 
 FOLDERS = [
     "tokenizers/qwen2",
@@ -180,6 +179,7 @@ def test_every_class_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"split_special_tokens": True}, "split_special_tokens: "),
+        ({"fast_tokenizer_files": ["tokenizer.4.0.json"]}, "fast_tokenizer_files: "),
         ({"tokenizer_class": "LukeTokenizer"}, "LukeTokenizer"),
         ({"tokenizer_class": "ByT5Tokenizer"}, "ByT5Tokenizer does not read tokenizer.json"),
         ({"tokenizer_class": "LlamaForCausalLM"}, "cannot load"),
@@ -401,6 +401,23 @@ def test_replacements_that_multiply_a_text_are_refused(tokenizer_folder: Callabl
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(UserError, match="normalizer: its replacements make 100 characters of one"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('bad ABI')", "import os; os._exit(3)"])
+def test_a_broken_installation_is_not_taken_for_a_broken_checkpoint(
+    tokenizer_folder: Callable[..., Path], tmp_path: Path, fault: str
+) -> None:
+    folder, package = tokenizer_folder(), tmp_path / "broken" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(fault)
+    program = (
+        "from pathlib import Path; from lptune import data\n"
+        f"try: data.load_tokenizer(Path({str(folder)!r}))\n"
+        "except Exception as error: print(error)\n"
+    )
+    path = f"{package.parent}:{cold.environment().get('PYTHONPATH', '')}"
+    said = cold.run("-c", program, PYTHONPATH=path, XDG_CACHE_HOME=str(tmp_path)).stdout
+    assert "RuntimeError: bad ABI; pip install" in said if "ABI" in fault else "reads it (3)" in said
 
 
 def test_no_process_that_loads_renders_and_reads_cached_rows_imports_transformers(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from lptune.data import ChatTemplate, load_tokenizer
 from lptune.data.errors import RowError
@@ -23,8 +24,6 @@ from tests.helpers.chat_templates import (
     WITHOUT_SPECIAL_TOKENS,
     config,
 )
-
-transformers = pytest.importorskip("transformers")
 
 # What the assistant writes for a content, by template.
 WRITTEN: dict[str, Callable[[str, bool], str]] = {

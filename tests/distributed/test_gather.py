@@ -31,8 +31,7 @@ last has its end; 32 rows are 11, 11 and 10, and 16 rows are 6, 6 and 4."""
 NUM_STEPS = 6
 ROWWISE = ("int8_rowcol", "int8_rotated", "float8_rowwise", "float8_rowwise_with_gw_hp")
 PRECOMPUTED = ("int8_tensorwise", "float8_tensorwise", "float8_blockwise")
-KINDS = ("int8_rowcol", "int8_rotated", "float8_rowwise", *PRECOMPUTED[::2], "float8_delayed")
-"""Those that differ from another kind in more than their format."""
+KINDS = (*ROWWISE, *PRECOMPUTED, "float8_delayed")
 RUNS = (("high", True), ("low", True), ("low", False))
 """How weights are gathered, and whether they are resharded after forward."""
 CASES = [

@@ -61,7 +61,6 @@ def test_the_losses_that_the_tour_tells_are_those_of_the_run(printed: str) -> No
 def test_the_export_of_the_tour_answers_in_transformers(
     printed: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
     (block,) = blocks(TOUR, "python")
     before = Path.cwd()
     os.chdir(folder)

@@ -10,7 +10,8 @@ LOGITS_V = torch.tensor([1.3, -0.4, 2.1, 0.0, 1.9, -2.5, 0.7, 2.1])
 
 
 def test_probabilities_equal_those_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     logits_BV = 3 * torch.randn(20, 100, generator=torch.Generator().manual_seed(0))
     for temperature, top_k, top_p, min_p in [
         (0.7, 0, 1.0, 0.0),
@@ -35,7 +36,8 @@ def test_probabilities_equal_those_of_transformers() -> None:
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
 def test_a_repetition_penalty_takes_the_token_of_transformers(penalty: float) -> None:
     """Of each prompt's length; float32 logits, so that ties and signs are the same."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
     generator = torch.Generator().manual_seed(3)
     logits_BV = torch.randn(20, 30, generator=generator)

@@ -91,6 +91,22 @@ def test_evaluations_references_and_samples_are_those_without_dropout(
     assert losses(tmp_path / "unevaluated") == losses(tmp_path / "dropping")  # after an evaluation, too
 
 
+def test_a_recomputed_block_drops_in_backward_what_it_dropped_in_forward(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    config = _config(tmp_path, tiny_checkpoint, "full_finetune")
+    copy = _with_dropout(tmp_path, "full_finetune", "model")
+    # Of a part of a block: what hangs on the block itself is not recomputed.
+    inside = copy.read_text("utf-8").replace("block.register_forward_hook", "block.mlp.register_forward_hook")
+    copy.write_text(inside, encoding="utf-8")
+    norms = []
+    for mode in ("none", "selective", "full"):
+        output = tmp_path / mode
+        runner(str(copy), config)(f"activation_checkpointing={mode}", f"output_dir={output}")
+        norms.append([row["grad_norm"] for row in read_metrics(output) if "grad_norm" in row])
+    assert norms[0] == norms[1] == norms[2]
+
+
 def test_the_teacher_drops_nothing(tiny_checkpoint: Path, tmp_path: Path) -> None:
     config = _config(tmp_path, tiny_checkpoint, "distill")
     for name, recipe in (

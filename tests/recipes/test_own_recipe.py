@@ -91,6 +91,21 @@ def test_it_trains_in_low_precision_resumes_bitwise_and_exports(
     assert state["config"]["z_loss"] == 0.001
 
 
+@pytest.mark.parametrize("batches", ["zip(range(1), step.batches())", "[next(step.batches())]"])
+def test_a_loop_that_leaves_its_micro_batches_early_is_stopped_before_the_update(
+    own: Path, tmp_path: Path, run_recipe: Run, batches: str
+) -> None:
+    """Else nothing would compare the first step with the plan."""
+    cut = tmp_path / "cut.py"
+    loop = f"for {'_, ' * batches.startswith('zip')}batch in {batches}:"
+    text = own.read_text("utf-8")
+    assert text.count("for batch in step.batches():") == 1
+    cut.write_text(text.replace("for batch in step.batches():", loop), encoding="utf-8")
+    done = run_recipe(f"output_dir={tmp_path / 'cut'}", recipe=str(cut), code=1)
+    assert "step.batches() is to run to its end" in done.stderr
+    assert read_metrics(tmp_path / "cut") == []
+
+
 def test_a_change_of_its_own_key_is_named_where_no_step_is_left(own: Path, run_recipe: Run) -> None:
     run_recipe("num_steps=1", recipe=str(own))
     done = run_recipe("num_steps=1", "z_loss=0.5", recipe=str(own), code=2)

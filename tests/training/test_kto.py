@@ -20,13 +20,10 @@ from lptune.config import DataConfig, KtoConfig, KtoLossConfig, ModelConfig
 from lptune.data.documents import Documents, offsets_of
 from lptune.data.packing import one_document_per_row, pack
 from lptune.distributed.shards import local_rows
-from tests.helpers.ranks import run_ranks
-from tests.helpers.trl_peer import loss_of
-
-pytest.importorskip("transformers")
-
 from lptune.models import PRESETS
 from tests.helpers.models_oracle import Twins, twins
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trl_peer import loss_of
 
 batch_loss = load_main(catalog.recipes()["full_kto"]).__globals__["batch_loss"]
 

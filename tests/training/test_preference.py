@@ -18,9 +18,6 @@ from lptune.cli.recipe import load_main
 from lptune.config import DataConfig, ModelConfig, PreferenceConfig, PreferenceLossConfig
 from lptune.data.documents import Documents, offsets_of
 from lptune.data.packing import one_group_per_row, pack_groups
-
-pytest.importorskip("transformers")
-
 from lptune.models import PRESETS
 from tests.helpers.models_oracle import Twins, twins
 from tests.helpers.trl_peer import loss_of
