@@ -64,7 +64,7 @@ LABELS = [
 WARM_UP, TIMED, PROFILED = 4, 8, 1
 KEYS = ("tokens_per_s", "step_time_s", "mfu", "bf16_mfu", "peak_memory_gib", "low_precision_flops_fraction")
 KERNELS = {
-    "8-bit GEMM": r"scaled_mm_kernel|block_mm_kernel|_scaled_mm|_int_mm|scaled_mm\b",
+    "8-bit GEMM": r"scaled_mm_kernel|hopper_kernel|block_mm_kernel|_scaled_mm|_int_mm|scaled_mm\b",
     "quantizer": r"^(rows_kernel|amax_kernel|store_kernel|quantize_)|lptune::quantize|lptune::cast",
     "attention": r"flash|fmha|attention|cudnn.*sdpa",
     "optimizer": r"adam",
@@ -236,10 +236,28 @@ def _profile(run: Any, path: Path, after: int) -> None:
         groups[group_of(name)] += ms  # type: ignore[assignment]
     content = {
         "busy_ms": sum(ms for *_, ms in kernels),
+        "idle": _idle(profiler) if on_gpu else {},
         "groups_ms": dict(groups.most_common()),
         "kernels": kernels[:40],
     }
     path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def _idle(profiler: torch.profiler.profile) -> dict[str, Any]:
+    """When no kernel ran: ms by the length of the pauses, and by what came next."""
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in on_gpu)
+    by_length, after, busy_until = Counter[str](), Counter[str](), spans[0][0] if spans else 0
+    for start, end, name in spans:
+        pause_ms = (start - busy_until) / 1e6
+        if pause_ms > 0:
+            by_length[
+                "up to 5 us" if pause_ms < 5e-3 else "up to 50 us" if pause_ms < 5e-2 else "longer"
+            ] += pause_ms
+            after[name[:60]] += pause_ms  # type: ignore[assignment]
+        busy_until = max(busy_until, end)
+    return {"ms": dict(by_length), "before": after.most_common(12)}
 
 
 def group_of(name: str) -> str:
@@ -318,6 +336,12 @@ def profile_lines(row: dict[str, Any]) -> list[str]:
     busy = profile["busy_ms"] / PROFILED
     idle = f", the step takes {step_ms:.1f} ms without the profiler" if step_ms else ""
     lines = [f"    profile of {row['label']}: {busy:.1f} ms of kernels in a step{idle}"]
+    if profile.get("idle"):
+        pauses = ", ".join(
+            f"{ms:.1f} ms in pauses of {length}" for length, ms in profile["idle"]["ms"].items()
+        )
+        lines.append(f"      idle: {pauses}")
+        lines += [f"        {ms:9.2f} ms before {name}" for name, ms in profile["idle"]["before"][:6]]
     for group, ms in profile["groups_ms"].items():
         lines.append(f"      {group:<14}{ms / PROFILED:9.2f} ms  {ms / profile['busy_ms']:6.1%}")
     for name, count, ms in profile["kernels"][:12]:
@@ -347,7 +371,9 @@ def main() -> int:
     )
     labels = args.label or [each for each in LABELS if has_torchao or not each.startswith("torchao ")]
     # Children are forked from this process, which has imported all modules and not used the device.
-    preload = ["steps", "torch._dynamo", "torch._inductor.compile_fx"]
+    # Not torch._inductor.compile_fx: in torch 2.11 it asks for a GPU when imported, after which no fork can
+    # use one.
+    preload = ["steps", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with Results(args.json, preset=args.preset, overrides=common, not_run=[]) as results:
         print(f"{args.preset}, torch {torch.__version__}, {device_name()}")

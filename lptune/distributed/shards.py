@@ -15,7 +15,6 @@ these rows by `plain_rows`; functions that read only sizes and placements need n
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from lptune.linear import plain_rows
+from lptune.linear import placed_as, plain_rows
 
 
 class Piece(NamedTuple):
@@ -86,10 +85,7 @@ def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     if any(not (placement.is_replicate() or _cuts(placement, 0)) for placement in like.placements):
         raise ValueError(f"placed as {like.placements}, of which not each is by rows")
     local = torch.zeros((like.to_local().shape[0], *shape), dtype=dtype, device=like.device)
-    stride = tuple(math.prod(rows[dim + 1 :]) for dim in range(len(rows)))
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(rows), stride=stride
-    )
+    return placed_as(like, local, rows)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@
 
 from lptune.linear import kinds
 from lptune.linear.convert import convert, unconvert
-from lptune.linear.dtensors import check_part, on_this_rank
+from lptune.linear.dtensors import check_part, on_this_rank, placed_as
 from lptune.linear.kind import KINDS, Kind, LinearSpec
 from lptune.linear.low_precision import LowPrecision
 from lptune.linear.module import (
@@ -76,6 +76,7 @@ __all__ = [
     "local_part",
     "native_kinds",
     "on_this_rank",
+    "placed_as",
     "plain_rows",
     "planned_gathers",
     "row_scales",

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lptune.base.errors import UserError
 
@@ -46,14 +47,19 @@ def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
         if placement.is_shard(1)
     )
     columns = tensor.shape[1] if local.shape[1] == tensor.to_local().shape[1] else parts
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=torch.Size((tensor.shape[0], columns)),
-        stride=(columns, 1),
-    )
+    return placed_as(tensor, local, (tensor.shape[0], columns))
+
+
+def placed_as(like: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
+    """A DTensor of `shape` with the mesh and placements of `like`, whose part on this rank is `local` itself.
+
+    `DTensor.from_local` would move `local` to the devices of the mesh, and FSDP keeps offloaded weights in
+    host memory under a mesh of GPUs: what is written to the result would be written to a copy.
+    """
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(like.placements), meta)
+    return DTensor(local.detach(), spec, requires_grad=False)
 
 
 def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:

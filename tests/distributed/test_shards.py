@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from lptune import distributed
 from lptune.distributed import full_tensor, local_pieces, zeros_by_rows
+from lptune.linear import placed_as
 from lptune.linear.weights.master_weight import num_gathering_ranks
 from tests.helpers.ranks import run_ranks
 
@@ -36,6 +37,17 @@ def _makes_state_by_rows(rank: int, mesh_of: Any) -> None:
     state = zeros_by_rows(cut_by_both(mesh_of("fsdp", "tensor"), torch.ones(2, 3)), (5,), torch.bfloat16)
     assert isinstance(state, DTensor)
     assert (state.shape, state.to_local().shape, state.dtype) == ((8, 5), (2, 5), torch.bfloat16)
+
+
+def _leaves_offloaded_rows_in_host_memory(rank: int, mesh_of: Any) -> None:
+    # FSDP offloads the rows of a mesh of GPUs. Here the mesh only says so: a copy to a GPU would raise.
+    mesh, rows = mesh_of("fsdp", "tensor"), torch.ones(2, 3)
+    weight = cut_by_both(mesh, rows)
+    mesh._device_type = "cuda"
+    same = placed_as(weight, rows, (8, 3))
+    assert same.to_local().data_ptr() == rows.data_ptr()
+    assert (same.shape, same.stride(), same.placements) == (weight.shape, weight.stride(), weight.placements)
+    assert zeros_by_rows(weight, (1,), torch.float32).device.type == "cpu"
 
 
 def _keeps_the_order_of_fused_rows(rank: int, mesh_of: Any) -> None:
@@ -66,6 +78,7 @@ def _counts_the_ranks_that_gather(rank: int, mesh_of: Any) -> None:
     "check",
     [
         _makes_state_by_rows,
+        _leaves_offloaded_rows_in_host_memory,
         _keeps_the_order_of_fused_rows,
         _refuses_fused_rows_without_the_axis,
         _counts_the_ranks_that_gather,

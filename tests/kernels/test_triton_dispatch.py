@@ -181,4 +181,5 @@ def test_a_float8_layer_has_the_same_operands_and_differs_by_the_sum_alone(
         # each step of which costs less than 2**-24 of the sum so far; in Hopper's tensor core each of a
         # chunk's 4 * 33 additions costs less than 2**-13 of its largest addend (test_triton_gemm.py).
         limit = 160 * 2.0**-23 if INTERPRETED else 4 * 33 * 2.0**-13
-        assert noise.relative_error(ours[name].cpu(), reference[name].cpu()) < limit, name
+        error = noise.relative_error(ours[name].cpu(), reference[name].cpu())
+        assert error < limit, f"{name}: {error} is not below {limit}"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
 
@@ -75,8 +76,34 @@ def test_no_int8_configuration_changes_a_bit(config: gemm.GemmConfig, tma: bool)
     if not INTERPRETED and config not in gemm.gemm_configs(launch.capability(DEVICE)[0], True, tma):
         pytest.skip("not among this device's configurations")
     expected = _scaled((a.double() @ b.double()).float(), scale_a, scale_b)
-    out = _run(a, b, scale_a, scale_b, torch.float32, config=config, tma=tma)
+    try:
+        out = _run(a, b, scale_a, scale_b, torch.float32, config=config, tma=tma)
+    except OutOfResources as error:  # a float32 result takes more memory than bfloat16; tuning leaves it out
+        pytest.skip(str(error))
     assert same_bits(out, expected)
+
+
+@pytest.mark.skipif(
+    INTERPRETED or torch.cuda.get_device_capability()[0] != 9, reason="Gluon has no interpreter: needs Hopper"
+)
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 1), (7, 48, 25), (129, 1040, 70), (1000, 400, 424), (4096, 3072, 8192)]
+)
+def test_the_kernel_for_hopper_gives_the_same_bits(shape: tuple[int, int, int], index: int) -> None:
+    config = gemm.hopper_configs(9, True, True)[index]
+    a, b, scale_a, scale_b = (x.to(DEVICE) for x in _int8(*shape))
+    one = torch.tensor([[0.0037]], device=DEVICE)
+    for sa, sb, dtype in (
+        (scale_a, scale_b, torch.bfloat16),
+        (one, scale_b, torch.float32),
+        (scale_a, None, torch.float16),
+        (None, None, torch.int32),
+    ):
+        expected = gemm.scaled_mm(a, b, sa, sb, dtype, config=gemm.GemmConfig(64, 64, 4, 4, 1), tma=False)
+        # Ten times: warps that read a stage too early would be right most of the time.
+        for _ in range(10):
+            assert same_bits(gemm.scaled_mm(a, b, sa, sb, dtype, config=config), expected)
 
 
 def test_every_tile_is_computed_when_there_are_several_groups_of_them() -> None:

@@ -18,6 +18,7 @@ Under CUDA graph capture nothing is remembered, because the configuration may no
 changed LPTUNE_AUTOTUNE does not change what is remembered.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,10 +33,19 @@ MAX_REMEMBERED = 4096
 _ALIGNMENT = 16
 
 
+Describe = Callable[[Tensor], Any]
+"""Makes the TMA's descriptor of a tensor, a dataclass with the tensor as its `base`."""
+
+
+def tile(shape: list[int]) -> Describe:
+    """Describes a tensor that is loaded in tiles of `shape`."""
+    return functools.partial(TensorDescriptor.from_tensor, block_shape=shape)
+
+
 class Launch(NamedTuple):
     """One launch of a kernel whose parameters are tensors, varying numbers, numbers, then constants.
 
-    tiles: with the TMA, the shapes of the tiles that the first tensors are loaded in.
+    described: with the TMA, for each of the first tensors.
     """
 
     kernel: Any
@@ -45,14 +55,14 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int | None = None  # None: Triton's default
-    tiles: tuple[list[int], ...] = ()
+    described: tuple[Describe, ...] = ()
     num_varying: int = 0  # takes so many of a call's varying numbers, from the first
 
     def run(self, tensors: Sequence[Tensor | None], varying: tuple[int, ...] = ()) -> Any:
         """Launches. Returns Triton's compiled kernel; None in the interpreter."""
         mine: list[Any] = list(tensors[: self.num_tensors])
-        for index, tile in enumerate(self.tiles):
-            mine[index] = TensorDescriptor.from_tensor(mine[index], tile)
+        for index, describe in enumerate(self.described):
+            mine[index] = describe(mine[index])
         stages = {} if self.num_stages is None else {"num_stages": self.num_stages}
         # enable_fp_fusion: each product is rounded by itself, as in the reference.
         return self.kernel[self.grid](
@@ -107,10 +117,11 @@ def _repeatable(made: Launch, compiled: Any, tensors: Sequence[Tensor | None]) -
     names = made.kernel.arg_names[num_tensors + num_varying + len(made.numbers) :]
     # All parameters in order, constants too: Triton has this call in its tutorial on the fused softmax.
     start, rest = compiled[grid], (*made.numbers, *(made.constants[name] for name in names))
-    described = [
-        vars(TensorDescriptor.from_tensor(tensor, tile)) | {"base": None}
-        for tensor, tile in zip(tensors, made.tiles, strict=False)
-    ]
+    described: list[tuple[Any, dict[str, Any]]] = []
+    for tensor, describe in zip(tensors, made.described, strict=False):
+        assert tensor is not None
+        one = describe(tensor)
+        described.append((type(one), vars(one) | {"base": None}))
     num_described = len(described)
 
     def without_descriptors(tensors: Sequence[Tensor | None], varying: tuple[int, ...]) -> None:
@@ -119,8 +130,8 @@ def _repeatable(made: Launch, compiled: Any, tensors: Sequence[Tensor | None]) -
     def with_descriptors(tensors: Sequence[Tensor | None], varying: tuple[int, ...]) -> None:
         # New objects for each launch: two threads may launch at once. Their fields are known to be legal.
         descriptors = []
-        for base, fields in zip(tensors, described, strict=False):
-            descriptor = TensorDescriptor.__new__(TensorDescriptor)
+        for base, (cls, fields) in zip(tensors, described, strict=False):
+            descriptor = cls.__new__(cls)
             vars(descriptor).update(fields, base=base)
             descriptors.append(descriptor)
         start(*descriptors, *tensors[num_described:num_tensors], *varying[:num_varying], *rest)

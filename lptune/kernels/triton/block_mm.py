@@ -199,7 +199,7 @@ def block_scaled_mm(
             },
             config.num_warps,
             config.num_stages,
-            config._replace(block_k=block_k).tiles if use_tma else (),
+            config._replace(block_k=block_k).described if use_tma else (),
         )
 
     if config is None:

@@ -313,7 +313,7 @@ class _ByAmax(NamedTuple):
             "FORMAT": launch.rounding(self.fmt),
             "MAX": FORMATS[self.fmt].max,
             "POWER_OF_TWO": self.power_of_two,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x.device),
+            "HARDWARE_FLOAT8": launch.rounds_float8(x.device, second_q is not None),
             "BLOCK_M": config.block_m,
             "BLOCK_K": config.block_k,
             "SCALES": _SCALES_AT_ONCE,

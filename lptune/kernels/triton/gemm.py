@@ -29,7 +29,8 @@ Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_9
 On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction since 3.8.
 """
 
-from typing import NamedTuple
+import logging
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -37,7 +38,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lptune.kernels.triton import again, launch
-from lptune.kernels.triton.again import Launch
+from lptune.kernels.triton.again import Describe, Launch
+
+if TYPE_CHECKING:
+    from lptune.kernels.triton.hopper import HopperConfig
+
+logger = logging.getLogger(__name__)
 
 BLOCK_K = 128
 GROUP_M = 8
@@ -54,9 +60,9 @@ class GemmConfig(NamedTuple):
     block_k: int = BLOCK_K  # size of a step; with block scales, a step is one block instead
 
     @property
-    def tiles(self) -> tuple[list[int], list[int]]:
-        """The tiles of a and b that one step loads."""
-        return [self.block_m, self.block_k], [self.block_n, self.block_k]
+    def described(self) -> tuple[Describe, Describe]:
+        """What makes the TMA's descriptors of a and b: of the tiles that one step loads."""
+        return again.tile([self.block_m, self.block_k]), again.tile([self.block_n, self.block_k])
 
 
 _COMMON = (
@@ -93,6 +99,18 @@ def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]
     if major == 9:
         return (*_COMMON, _TWO_PROGRAMS, _TALL) if tma else (*_COMMON, _TWO_PROGRAMS)
     return _COMMON
+
+
+def hopper_configs(major: int, is_int8: bool, tma: bool) -> "tuple[HopperConfig, ...]":
+    """Those of the INT8 kernel in Gluon (hopper.py): none elsewhere, or if this Triton cannot import it."""
+    if major != 9 or not is_int8 or not tma:
+        return ()
+    try:
+        from lptune.kernels.triton import hopper
+    except (ImportError, AttributeError) as error:  # Gluon's interface is not stable
+        logger.debug("INT8 runs without its kernel for Hopper: %s", error)
+        return ()
+    return hopper.CONFIGS
 
 
 @triton.jit
@@ -182,7 +200,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     *,
     tokens_contracted: bool = False,
-    config: GemmConfig | None = None,
+    config: "GemmConfig | HopperConfig | None" = None,
     tma: bool | None = None,
 ) -> Tensor:
     """Same as `kernels.scaled_mm`. out_dtype: int32 (INT8 only, without scales) or a float.
@@ -207,9 +225,22 @@ def scaled_mm(
     use_tma = (launch.has_tma(device) if tma is None else tma) and fits_tma(a) and fits_tma(b_NK)
     processors = launch.num_processors(device)
 
-    def launch_by(config: GemmConfig) -> Launch:
-        num_programs = processors * config.per_processor
+    def launch_by(config: "GemmConfig | HopperConfig") -> Launch:
+        num_programs = processors * getattr(config, "per_processor", 1)
         num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
+        if not isinstance(config, GemmConfig):
+            from lptune.kernels.triton import hopper
+
+            constants = hopper.constants(config, kinds, num_programs)
+            return Launch(
+                hopper.hopper_kernel,
+                (min(num_programs, num_tiles),),
+                len(tensors),
+                (m, n, k),
+                constants,
+                config.num_warps,
+                described=hopper.describe(config),
+            )
         return Launch(
             scaled_mm_kernel,
             (min(num_programs, num_tiles),),
@@ -227,11 +258,13 @@ def scaled_mm(
             },
             config.num_warps,
             config.num_stages,
-            config.tiles if use_tma else (),
+            config.described if use_tma else (),
         )
 
     if config is None:
-        configs = gemm_configs(launch.capability(device)[0], a.dtype == torch.int8, use_tma)
+        is_int8, major = a.dtype == torch.int8, launch.capability(device)[0]
+        configs: tuple[GemmConfig | HopperConfig, ...] = gemm_configs(major, is_int8, use_tma)
+        configs += hopper_configs(major, is_int8, use_tma)
         name = gemm_key("scaled_mm", a, b_NK, out_dtype, use_tma, tokens_contracted)
         config = launch.tuned(name, configs, lambda each: launch_by(each).run(tensors), device)
     if chosen:

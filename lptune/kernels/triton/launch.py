@@ -47,9 +47,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if on_gpu(device) else (0, 0)
 
 
-def rounds_float8(device: torch.device) -> bool:
-    """Whether the hardware converts float32 to float8, as it does since Ada."""
-    return capability(device) >= FLOAT8_CAPABILITY
+def rounds_float8(device: torch.device, twice: bool = False) -> bool:
+    """Whether the hardware converts float32 to float8, as it does since Ada.
+
+    twice: the kernel stores each value in two layouts. Then integer arithmetic rounds: where one store packs
+    four conversions into a word and the other stores single bytes, ptxas (of Triton 3.6 and 3.7) loses some
+    of the bytes, and stores what a register happened to hold (H100; the cause of triton issue 11111).
+    """
+    return capability(device) >= FLOAT8_CAPABILITY and not twice
 
 
 def rounding_of_input(x: torch.Tensor, rounded_to: torch.dtype | None) -> str:

@@ -268,7 +268,10 @@ class _TwoPhases(NamedTuple):
         flags = {"ROWS": self.rows, "COLUMNS": self.columns}
         flags |= {"MULTIPLY_ROWS": self.multiply_rows, "MULTIPLY_COLUMNS": self.multiply_columns}
         form = {"FORMAT": launch.rounding(self.fmt), "MAX": FORMATS[self.fmt].max, "TWICE": self.twice}
-        form |= {"POWER_OF_TWO": self.power_of_two, "HARDWARE_FLOAT8": launch.rounds_float8(x.device)}
+        form |= {
+            "POWER_OF_TWO": self.power_of_two,
+            "HARDWARE_FLOAT8": launch.rounds_float8(x.device, self.twice),
+        }
         block = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
         amax = flags | {"TILES": TILES_PER_PROGRAM} | block
         numbers_of_store, store = (*numbers, *row_strides, *column_strides), flags | form | block

@@ -361,7 +361,10 @@ class _TwoPhases(NamedTuple):
         amax |= {"MULTIPLY_COLUMNS": self.dim != 1 and self.multiply}
         store = {"DIM": self.dim, "MULTIPLY": self.multiply, "TWICE": self.twice}
         form = {"FORMAT": launch.rounding(self.fmt), "MAX": FORMATS[self.fmt].max}
-        form |= {"POWER_OF_TWO": self.power_of_two, "HARDWARE_FLOAT8": launch.rounds_float8(x.device)}
+        form |= {
+            "POWER_OF_TWO": self.power_of_two,
+            "HARDWARE_FLOAT8": launch.rounds_float8(x.device, self.twice),
+        }
         grid, numbers = (tiles_k, tiles_m), (*sizes, *q.stride(), *second_q.stride())
         warps = config.num_warps
         return [

@@ -1,0 +1,363 @@
+"""INT8 GEMM for Hopper, in Gluon: products run on while the next tiles are loaded and the last one is stored.
+
+Hopper's tensor core takes a step of products and works on its own. Triton's `tl.dot` lets it run on only if
+the sums are float32; for INT8 it waits for every step (gemm.py). Gluon, the lower level of the same compiler,
+says when to wait. Here a program has warps of two roles (warp specialization):
+
+    loads       one warp asks the TMA for the tiles of a and b, up to NUM_STAGES steps ahead
+    products    one or two groups of warps multiply what has come, and store the results
+
+They meet at two barriers for each stage of the ring in shared memory: `full` when the tiles of a step have
+come, `empty` when the products that read them are done. A group issues a step's products, then waits for
+those of the step before, so one step is always pending. With two groups (ping-pong), each has every other
+tile of the program: one multiplies while the other scales and stores its sums. `turns` keeps them in order,
+because a barrier knows only whether its phase is odd or even, and a group that ran two phases ahead would
+misread it.
+
+Results are stored 16 bytes at a time: the tensor core leaves two neighbours of a row in a thread, so four
+threads exchange theirs first. Direct stores of 4 bytes cost a tenth of the GEMM's time.
+
+The sums are exact in int32, so the bits are those of every other backend (tests/kernels/test_triton_gemm.py).
+
+Measured on an H100 SXM, 700 W, at the sizes of Llama 3.2 3B and Llama 3 8B (docs/gpu.md): 1,200 to 1,430
+TFLOP/s, where `tl.dot` in its best configuration has 1,120 to 1,240 and cuBLASLt's INT8 630 to 930. All of
+these are limited by power.
+
+Gluon is experimental in Triton: a version that cannot compile this leaves these configurations out of the
+tuning, and `tl.dot` remains.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lptune.kernels.triton.again import Describe
+from lptune.kernels.triton.gemm import tile_of
+
+BLOCK_K = 128
+
+
+class HopperConfig(NamedTuple):
+    """Launch parameters of `hopper_kernel`; the other tuples of tuning have another length."""
+
+    block_m: int
+    block_n: int
+    num_warps: int  # in a group that multiplies
+    num_stages: int
+    num_groups: int  # that multiply, in turns: 1 or 2
+    group_m: int  # rows of tiles that are computed at the same time
+    instruction_n: int = 128  # columns of one instruction's result
+
+
+CONFIGS = (
+    HopperConfig(128, 128, 4, 6, 2, 4),
+    HopperConfig(128, 256, 8, 4, 1, 8),
+    HopperConfig(256, 128, 8, 4, 1, 8),
+)
+
+
+def describe(config: HopperConfig) -> tuple[Describe, Describe]:
+    """What makes the TMA's descriptors of a and b."""
+    shapes = [config.block_m, BLOCK_K], [config.block_n, BLOCK_K]
+    a, b = (
+        partial(
+            TensorDescriptor.from_tensor,
+            block_shape=shape,
+            layout=gl.NVMMASharedLayout.get_default_for(shape, gl.int8),
+        )
+        for shape in shapes
+    )
+    return a, b
+
+
+def constants(config: HopperConfig, kinds: tuple[int, int], num_programs: int) -> dict[str, Any]:
+    """The constants of `hopper_kernel`. kinds: of the scales, as `scaled_mm_kernel` has them."""
+    return {
+        "SCALE_A": kinds[0],
+        "SCALE_B": kinds[1],
+        "NUM_PROGRAMS": num_programs,
+        "NUM_WARPS": config.num_warps,
+        "NUM_STAGES": config.num_stages,
+        "NUM_GROUPS": config.num_groups,
+        "GROUP_M": config.group_m,
+        "INSTRUCTION_N": config.instruction_n,
+    }
+
+
+@gluon.jit
+def hopper_kernel(
+    a,
+    b,
+    out_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    M,
+    N,
+    K,
+    SCALE_A: gl.constexpr,
+    SCALE_B: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    INSTRUCTION_N: gl.constexpr,
+):
+    """a: (M, K), b: (N, K), int8, descriptors; out: (M, N) row by row. Otherwise as `scaled_mm_kernel`."""
+    BLOCK_M: gl.constexpr = a.block_type.shape[0]
+    BLOCK_N: gl.constexpr = b.block_type.shape[0]
+    STEP_K: gl.constexpr = a.block_type.shape[1]
+    a_ring = gl.allocate_shared_memory(a.dtype, [NUM_STAGES, BLOCK_M, STEP_K], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [NUM_STAGES, BLOCK_N, STEP_K], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(NUM_STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    fence_async_shared()
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, INSTRUCTION_N, 32]
+    )
+    stored: gl.constexpr = _stored_layout(BLOCK_M, BLOCK_N, NUM_WARPS)
+    tiles_m, tiles_n, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, STEP_K)
+    loading = (a, b, a_ring, b_ring, full, empty, tiles_m, tiles_n, steps, NUM_PROGRAMS, NUM_STAGES, GROUP_M)
+    if NUM_GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        turns,
+                        out_ptr,
+                        scale_a_ptr,
+                        scale_b_ptr,
+                        M,
+                        N,
+                        tiles_m,
+                        tiles_n,
+                        steps,
+                        SCALE_A,
+                        SCALE_B,
+                        NUM_PROGRAMS,
+                        NUM_STAGES,
+                        NUM_GROUPS,
+                        GROUP_M,
+                        layout,
+                        stored,
+                        0,
+                    ),
+                ),
+                (_load, loading),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        turns,
+                        out_ptr,
+                        scale_a_ptr,
+                        scale_b_ptr,
+                        M,
+                        N,
+                        tiles_m,
+                        tiles_n,
+                        steps,
+                        SCALE_A,
+                        SCALE_B,
+                        NUM_PROGRAMS,
+                        NUM_STAGES,
+                        NUM_GROUPS,
+                        GROUP_M,
+                        layout,
+                        stored,
+                        0,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        a_ring,
+                        b_ring,
+                        full,
+                        empty,
+                        turns,
+                        out_ptr,
+                        scale_a_ptr,
+                        scale_b_ptr,
+                        M,
+                        N,
+                        tiles_m,
+                        tiles_n,
+                        steps,
+                        SCALE_A,
+                        SCALE_B,
+                        NUM_PROGRAMS,
+                        NUM_STAGES,
+                        NUM_GROUPS,
+                        GROUP_M,
+                        layout,
+                        stored,
+                        1,
+                    ),
+                ),
+                (_load, loading),
+            ],
+            [NUM_WARPS, 1],
+            [232, 24],
+        )
+
+
+@gluon.jit
+def _load(
+    a,
+    b,
+    a_ring,
+    b_ring,
+    full,
+    empty,
+    tiles_m,
+    tiles_n,
+    steps,
+    NUM_PROGRAMS: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """Loads the tiles of a and b, step after step, each into the next stage of the ring once it is empty."""
+    BLOCK_M: gl.constexpr = a.block_type.shape[0]
+    BLOCK_N: gl.constexpr = b.block_type.shape[0]
+    STEP_K: gl.constexpr = a.block_type.shape[1]
+    loads = steps * 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        for step in range(steps):
+            stage, lap = loads % NUM_STAGES, loads // NUM_STAGES
+            mbarrier.wait(empty.index(stage), (lap & 1) ^ 1)  # passes at once in the first lap
+            mbarrier.expect(full.index(stage), a.block_type.nbytes + b.block_type.nbytes)
+            # Beyond the end the TMA loads zeros.
+            tma.async_copy_global_to_shared(
+                a, [tile_m * BLOCK_M, step * STEP_K], full.index(stage), a_ring.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                b, [tile_n * BLOCK_N, step * STEP_K], full.index(stage), b_ring.index(stage)
+            )
+            loads += 1
+
+
+@gluon.jit
+def _multiply(
+    a_ring,
+    b_ring,
+    full,
+    empty,
+    turns,
+    out_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    M,
+    N,
+    tiles_m,
+    tiles_n,
+    steps,
+    SCALE_A: gl.constexpr,
+    SCALE_B: gl.constexpr,
+    NUM_PROGRAMS: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
+    NUM_GROUPS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    layout: gl.constexpr,
+    stored: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Multiplies and stores every tile of the program whose turn is this group's, 0 or 1.
+
+    layout: of the sums in the threads' registers; stored: that in which they are stored.
+    """
+    BLOCK_M: gl.constexpr = a_ring.shape[1]
+    BLOCK_N: gl.constexpr = b_ring.shape[1]
+    uses = steps * GROUP
+    laps = steps * 0  # tiles that this group has begun
+    first = gl.program_id(0) + GROUP * NUM_PROGRAMS
+    for tile in range(first, tiles_m * tiles_n, NUM_PROGRAMS * NUM_GROUPS):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+        if NUM_GROUPS == 2:
+            mbarrier.wait(turns.index(GROUP), (laps + 1 - GROUP) & 1)  # group 0 begins
+            laps += 1
+        sums = warpgroup_mma_init(gl.zeros((BLOCK_M, BLOCK_N), dtype=gl.int32, layout=layout))
+        for step in range(steps):
+            stage = uses % NUM_STAGES
+            mbarrier.wait(full.index(stage), (uses // NUM_STAGES) & 1)
+            b_tile = b_ring.index(stage).permute((1, 0))
+            sums = warpgroup_mma(a_ring.index(stage), b_tile, sums, is_async=True)
+            sums = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(sums,)))
+            # The products of the step before are done: its stage may be filled again.
+            mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES), pred=step > 0)
+            uses += 1
+        if NUM_GROUPS == 2:
+            mbarrier.arrive(turns.index(1 - GROUP))
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES))
+        uses += steps * (NUM_GROUPS - 1)  # those of the other group's tile
+        start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        if out_ptr.dtype.element_ty == gl.int32:
+            out = sums
+        else:
+            # In the order of the reference: sums * scale_a first.
+            out = sums.to(gl.float32)
+            if SCALE_A == 2:
+                rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+                out = out * gl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            elif SCALE_A == 1:
+                out = out * gl.load(scale_a_ptr)
+            if SCALE_B == 2:
+                columns = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+                out = out * gl.load(scale_b_ptr + columns, mask=columns < N, other=0.0)[None, :]
+            elif SCALE_B == 1:
+                out = out * gl.load(scale_b_ptr)
+            out = out.to(out_ptr.dtype.element_ty)
+        out = gl.convert_layout(out, stored)
+        rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stored))
+        columns = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, stored))
+        at = out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
+        gl.store(at, out, mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@gluon.constexpr_function
+def _stored_layout(block_m: int, block_n: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """Like the layout of the sums, but a thread has 8 neighbours of a row, not 2: 16 bytes of bfloat16, of
+    which four threads store 64.
+
+    A linear layout: the (row, column) that each bit of a register's, a thread's and a warp's number adds.
+    """
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
+    registers += [[0, 1 << bit] for bit in range(5, block_n.bit_length() - 1)]
+    warps = [[16 << bit, 0] for bit in range(num_warps.bit_length() - 1)]
+    registers += [[16 * num_warps << bit, 0] for bit in range((block_m // (16 * num_warps)).bit_length() - 1)]
+    threads = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, threads, warps, [], [block_m, block_n])
