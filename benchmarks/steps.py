@@ -236,28 +236,34 @@ def _profile(run: Any, path: Path, after: int) -> None:
         groups[group_of(name)] += ms  # type: ignore[assignment]
     content = {
         "busy_ms": sum(ms for *_, ms in kernels),
-        "idle": _idle(profiler) if on_gpu else {},
+        "idle": _idle(profiler.events()) if on_gpu else {},
+        "host": _host(profiler.key_averages()) if on_gpu else [],
         "groups_ms": dict(groups.most_common()),
         "kernels": kernels[:40],
     }
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _idle(profiler: torch.profiler.profile) -> dict[str, Any]:
+def _idle(events: Any) -> dict[str, Any]:
     """When no kernel ran: ms by the length of the pauses, and by what came next."""
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    on_gpu = [e for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
-    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in on_gpu)
+    on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [e for e in on_gpu if not e.is_user_annotation]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_gpu)
     by_length, after, busy_until = Counter[str](), Counter[str](), spans[0][0] if spans else 0
     for start, end, name in spans:
-        pause_ms = (start - busy_until) / 1e6
-        if pause_ms > 0:
-            by_length[
-                "up to 5 us" if pause_ms < 5e-3 else "up to 50 us" if pause_ms < 5e-2 else "longer"
-            ] += pause_ms
-            after[name[:60]] += pause_ms  # type: ignore[assignment]
+        pause_us = start - busy_until
+        if pause_us > 0:
+            length = "up to 5 us" if pause_us < 5 else "up to 50 us" if pause_us < 50 else "more"
+            by_length[length] += pause_us / 1e3  # type: ignore[assignment]
+            after[name[:60]] += pause_us / 1e3  # type: ignore[assignment]
         busy_until = max(busy_until, end)
     return {"ms": dict(by_length), "before": after.most_common(12)}
+
+
+def _host(averages: Any) -> list[tuple[str, int, float]]:
+    """(operator, calls, ms of its own) of what took the host longest, under the profiler."""
+    found = [(each.key, each.count, each.self_cpu_time_total / 1e3) for each in averages]
+    return sorted(found, key=lambda each: -each[2])[:20]
 
 
 def group_of(name: str) -> str:
@@ -342,6 +348,9 @@ def profile_lines(row: dict[str, Any]) -> list[str]:
         )
         lines.append(f"      idle: {pauses}")
         lines += [f"        {ms:9.2f} ms before {name}" for name, ms in profile["idle"]["before"][:6]]
+        lines += [
+            f"        host {ms:9.2f} ms {count:>5} x {name[:60]}" for name, count, ms in profile["host"][:12]
+        ]
     for group, ms in profile["groups_ms"].items():
         lines.append(f"      {group:<14}{ms / PROFILED:9.2f} ms  {ms / profile['busy_ms']:6.1%}")
     for name, count, ms in profile["kernels"][:12]:

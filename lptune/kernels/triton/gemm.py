@@ -101,16 +101,19 @@ def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]
     return _COMMON
 
 
-def hopper_configs(major: int, is_int8: bool, tma: bool) -> "tuple[HopperConfig, ...]":
-    """Those of the INT8 kernel in Gluon (hopper.py): none elsewhere, or if this Triton cannot import it."""
-    if major != 9 or not is_int8 or not tma:
+def hopper_configs(major: int, tma: bool, promote: bool) -> "tuple[HopperConfig, ...]":
+    """Those of the kernel in Gluon (hopper.py); none elsewhere, or if this Triton cannot import it.
+
+    promote: for float8 whose sums are moved to float32 after every step.
+    """
+    if major != 9 or not tma:
         return ()
     try:
         from lptune.kernels.triton import hopper
     except (ImportError, AttributeError) as error:  # Gluon's interface is not stable
-        logger.debug("INT8 runs without its kernel for Hopper: %s", error)
+        logger.debug("8-bit GEMMs run without their kernel for Hopper: %s", error)
         return ()
-    return hopper.CONFIGS
+    return hopper.PROMOTING if promote else hopper.CONFIGS
 
 
 @triton.jit
@@ -200,13 +203,14 @@ def scaled_mm(
     out_dtype: torch.dtype,
     *,
     tokens_contracted: bool = False,
+    fast: bool = False,
     config: "GemmConfig | HopperConfig | None" = None,
     tma: bool | None = None,
 ) -> Tensor:
     """Same as `kernels.scaled_mm`. out_dtype: int32 (INT8 only, without scales) or a float.
 
-    tokens_contracted: K, not M, is the number of tokens (grad_weight), which autotuning buckets. config, tma:
-    override the choice of autotuning and of the device.
+    tokens_contracted: K, not M, is the number of tokens (grad_weight), which autotuning buckets. fast: float8
+    sums may stay in Hopper's tensor core. config, tma: override the choice of autotuning and of the device.
     """
     (m, k), n, device = a_MK.shape, b_KN.shape[1], a_MK.device
     out_MN = torch.empty(m, n, dtype=out_dtype, device=device)
@@ -218,7 +222,7 @@ def scaled_mm(
     strides = a.stride(0), b_NK.stride(0)
     tensors = (a, b_NK, out_MN, scale_a, scale_b)
     dtypes = [None if each is None else each.dtype for each in tensors]
-    key = ("scaled_mm", a.get_device(), m, n, k, *strides, *kinds, *dtypes, tokens_contracted)
+    key = ("scaled_mm", a.get_device(), m, n, k, *strides, *kinds, *dtypes, tokens_contracted, fast)
     chosen = config is not None or tma is not None
     if not chosen and again.again(key, tensors):
         return out_MN
@@ -231,7 +235,8 @@ def scaled_mm(
         if not isinstance(config, GemmConfig):
             from lptune.kernels.triton import hopper
 
-            constants = hopper.constants(config, kinds, num_programs)
+            promote = a.dtype != torch.int8 and not fast
+            constants = hopper.constants(config, kinds, num_programs, promote)
             return Launch(
                 hopper.hopper_kernel,
                 (min(num_programs, num_tiles),),
@@ -264,8 +269,12 @@ def scaled_mm(
     if config is None:
         is_int8, major = a.dtype == torch.int8, launch.capability(device)[0]
         configs: tuple[GemmConfig | HopperConfig, ...] = gemm_configs(major, is_int8, use_tma)
-        configs += hopper_configs(major, is_int8, use_tma)
-        name = gemm_key("scaled_mm", a, b_NK, out_dtype, use_tma, tokens_contracted)
+        on_hopper = hopper_configs(major, use_tma, not is_int8 and not fast)
+        # Fast sums have other bits than those of tl.dot, so that the two are never candidates for one GEMM.
+        configs = on_hopper if fast and on_hopper else configs + on_hopper
+        name = gemm_key(
+            "scaled_mm fast" if fast else "scaled_mm", a, b_NK, out_dtype, use_tma, tokens_contracted
+        )
         config = launch.tuned(name, configs, lambda each: launch_by(each).run(tensors), device)
     if chosen:
         launch_by(config).run(tensors)

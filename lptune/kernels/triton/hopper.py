@@ -1,7 +1,7 @@
-"""INT8 GEMM for Hopper, in Gluon: products run on while the next tiles are loaded and the last one is stored.
+"""8-bit GEMM for Hopper, in Gluon: products run on while tiles are loaded, and while the last one is stored.
 
 Hopper's tensor core takes a step of products and works on its own. Triton's `tl.dot` lets it run on only if
-the sums are float32; for INT8 it waits for every step (gemm.py). Gluon, the lower level of the same compiler,
+the sums are float32; for INT8 it waits for every step (gemm.py). Gluon, the lower level of that compiler,
 says when to wait. Here a program has warps of two roles (warp specialization):
 
     loads       one warp asks the TMA for the tiles of a and b, up to NUM_STAGES steps ahead
@@ -14,14 +14,19 @@ tile of the program: one multiplies while the other scales and stores its sums. 
 because a barrier knows only whether its phase is odd or even, and a group that ran two phases ahead would
 misread it.
 
+Float8 sums lose bits in the tensor core, so they are moved to float32 after every 128 products, as in gemm.py
+(PROMOTE). A group then waits for its products before it adds them. So both groups share a tile, half of the
+rows each: one multiplies while the other adds. Without (`fast`) float8 runs as INT8 does.
+
 Results are stored 16 bytes at a time: the tensor core leaves two neighbours of a row in a thread, so four
 threads exchange theirs first. Direct stores of 4 bytes cost a tenth of the GEMM's time.
 
-The sums are exact in int32, so the bits are those of every other backend (tests/kernels/test_triton_gemm.py).
+INT8 sums are exact in int32, so the bits are those of every other backend; float8 ones are those of gemm.py
+(tests/kernels/test_triton_gemm.py).
 
-Measured on an H100 SXM, 700 W, at the sizes of Llama 3.2 3B and Llama 3 8B (docs/gpu.md): 1,200 to 1,430
-TFLOP/s, where `tl.dot` in its best configuration has 1,120 to 1,240 and cuBLASLt's INT8 630 to 930. All of
-these are limited by power.
+Measured in INT8 on an H100 SXM, 700 W, at the sizes of Llama 3.2 3B and Llama 3 8B (docs/gpu.md): 1,200 to
+1,430 TFLOP/s, where `tl.dot` in its best configuration has 1,120 to 1,240 and cuBLASLt's INT8 630 to 930. All
+of these are limited by power.
 
 Gluon is experimental in Triton: a version that cannot compile this leaves these configurations out of the
 tuning, and `tl.dot` remains.
@@ -65,6 +70,8 @@ CONFIGS = (
     HopperConfig(128, 256, 8, 4, 1, 8),
     HopperConfig(256, 128, 8, 4, 1, 8),
 )
+PROMOTING = (HopperConfig(128, 128, 4, 6, 2, 4), HopperConfig(128, 128, 4, 6, 2, 8))
+"""Configurations of float8 that is not fast. Two sets of sums leave no registers for a larger tile."""
 
 
 def describe(config: HopperConfig) -> tuple[Describe, Describe]:
@@ -81,9 +88,12 @@ def describe(config: HopperConfig) -> tuple[Describe, Describe]:
     return a, b
 
 
-def constants(config: HopperConfig, kinds: tuple[int, int], num_programs: int) -> dict[str, Any]:
+def constants(
+    config: HopperConfig, kinds: tuple[int, int], num_programs: int, promote: bool
+) -> dict[str, Any]:
     """The constants of `hopper_kernel`. kinds: of the scales, as `scaled_mm_kernel` has them."""
     return {
+        "PROMOTE": promote,
         "SCALE_A": kinds[0],
         "SCALE_B": kinds[1],
         "NUM_PROGRAMS": num_programs,
@@ -107,6 +117,7 @@ def hopper_kernel(
     K,
     SCALE_A: gl.constexpr,
     SCALE_B: gl.constexpr,
+    PROMOTE: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr,
     NUM_WARPS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
@@ -114,7 +125,10 @@ def hopper_kernel(
     GROUP_M: gl.constexpr,
     INSTRUCTION_N: gl.constexpr,
 ):
-    """a: (M, K), b: (N, K), int8, descriptors; out: (M, N) row by row. Otherwise as `scaled_mm_kernel`."""
+    """a: (M, K), b: (N, K), descriptors; out: (M, N) row by row. Otherwise as `scaled_mm_kernel`.
+
+    PROMOTE: adds the sums of every step to others in float32; only with two groups.
+    """
     BLOCK_M: gl.constexpr = a.block_type.shape[0]
     BLOCK_N: gl.constexpr = b.block_type.shape[0]
     STEP_K: gl.constexpr = a.block_type.shape[1]
@@ -125,47 +139,21 @@ def hopper_kernel(
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2 if PROMOTE else 1)
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
-    layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, INSTRUCTION_N, 32]
-    )
-    stored: gl.constexpr = _stored_layout(BLOCK_M, BLOCK_N, NUM_WARPS)
     tiles_m, tiles_n, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, STEP_K)
-    loading = (a, b, a_ring, b_ring, full, empty, tiles_m, tiles_n, steps, NUM_PROGRAMS, NUM_STAGES, GROUP_M)
+    ring = (a_ring, b_ring, full, empty)
+    tiles = (tiles_m, tiles_n, steps)
+    results = (out_ptr, scale_a_ptr, scale_b_ptr, M, N)
+    kinds: gl.constexpr = (SCALE_A, SCALE_B, PROMOTE)
+    sizes: gl.constexpr = (NUM_PROGRAMS, NUM_WARPS, NUM_STAGES, NUM_GROUPS, GROUP_M, INSTRUCTION_N)
     if NUM_GROUPS == 1:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        turns,
-                        out_ptr,
-                        scale_a_ptr,
-                        scale_b_ptr,
-                        M,
-                        N,
-                        tiles_m,
-                        tiles_n,
-                        steps,
-                        SCALE_A,
-                        SCALE_B,
-                        NUM_PROGRAMS,
-                        NUM_STAGES,
-                        NUM_GROUPS,
-                        GROUP_M,
-                        layout,
-                        stored,
-                        0,
-                    ),
-                ),
-                (_load, loading),
+                (_multiply, (ring, turns, tiles, results, kinds, sizes, 0)),
+                (_load, (a, b, ring, tiles, NUM_PROGRAMS, NUM_STAGES, GROUP_M)),
             ],
             [1],
             [24],
@@ -173,61 +161,9 @@ def hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        turns,
-                        out_ptr,
-                        scale_a_ptr,
-                        scale_b_ptr,
-                        M,
-                        N,
-                        tiles_m,
-                        tiles_n,
-                        steps,
-                        SCALE_A,
-                        SCALE_B,
-                        NUM_PROGRAMS,
-                        NUM_STAGES,
-                        NUM_GROUPS,
-                        GROUP_M,
-                        layout,
-                        stored,
-                        0,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        a_ring,
-                        b_ring,
-                        full,
-                        empty,
-                        turns,
-                        out_ptr,
-                        scale_a_ptr,
-                        scale_b_ptr,
-                        M,
-                        N,
-                        tiles_m,
-                        tiles_n,
-                        steps,
-                        SCALE_A,
-                        SCALE_B,
-                        NUM_PROGRAMS,
-                        NUM_STAGES,
-                        NUM_GROUPS,
-                        GROUP_M,
-                        layout,
-                        stored,
-                        1,
-                    ),
-                ),
-                (_load, loading),
+                (_multiply, (ring, turns, tiles, results, kinds, sizes, 0)),
+                (_multiply, (ring, turns, tiles, results, kinds, sizes, 1)),
+                (_load, (a, b, ring, tiles, NUM_PROGRAMS, NUM_STAGES, GROUP_M)),
             ],
             [NUM_WARPS, 1],
             [232, 24],
@@ -235,21 +171,10 @@ def hopper_kernel(
 
 
 @gluon.jit
-def _load(
-    a,
-    b,
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    tiles_m,
-    tiles_n,
-    steps,
-    NUM_PROGRAMS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-):
+def _load(a, b, ring, tiles, NUM_PROGRAMS: gl.constexpr, NUM_STAGES: gl.constexpr, GROUP_M: gl.constexpr):
     """Loads the tiles of a and b, step after step, each into the next stage of the ring once it is empty."""
+    a_ring, b_ring, full, empty = ring
+    tiles_m, tiles_n, steps = tiles
     BLOCK_M: gl.constexpr = a.block_type.shape[0]
     BLOCK_N: gl.constexpr = b.block_type.shape[0]
     STEP_K: gl.constexpr = a.block_type.shape[1]
@@ -271,81 +196,100 @@ def _load(
 
 
 @gluon.jit
-def _multiply(
-    a_ring,
-    b_ring,
-    full,
-    empty,
-    turns,
-    out_ptr,
-    scale_a_ptr,
-    scale_b_ptr,
-    M,
-    N,
-    tiles_m,
-    tiles_n,
-    steps,
-    SCALE_A: gl.constexpr,
-    SCALE_B: gl.constexpr,
-    NUM_PROGRAMS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    NUM_GROUPS: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    layout: gl.constexpr,
-    stored: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    """Multiplies and stores every tile of the program whose turn is this group's, 0 or 1.
-
-    layout: of the sums in the threads' registers; stored: that in which they are stored.
-    """
+def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.constexpr, GROUP: gl.constexpr):
+    """Multiplies and stores what is this group's (0 or 1): its tiles; with PROMOTE its rows of all tiles."""
+    a_ring, b_ring, full, empty = ring
+    tiles_m, tiles_n, steps = tiles
+    PROMOTE: gl.constexpr = KINDS[2]
+    NUM_PROGRAMS: gl.constexpr = SIZES[0]
+    NUM_WARPS: gl.constexpr = SIZES[1]
+    NUM_STAGES: gl.constexpr = SIZES[2]
+    NUM_GROUPS: gl.constexpr = SIZES[3]
+    TURNS: gl.constexpr = 1 if PROMOTE else NUM_GROUPS  # groups that have every n-th tile
+    INT8: gl.constexpr = a_ring.dtype == gl.int8
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
-    uses = steps * GROUP
+    ROWS: gl.constexpr = BLOCK_M // NUM_GROUPS if PROMOTE else BLOCK_M
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, SIZES[5], 32]
+    )
+    turn: gl.constexpr = 0 if PROMOTE else GROUP
+    uses = steps * turn
     laps = steps * 0  # tiles that this group has begun
-    first = gl.program_id(0) + GROUP * NUM_PROGRAMS
-    for tile in range(first, tiles_m * tiles_n, NUM_PROGRAMS * NUM_GROUPS):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        if NUM_GROUPS == 2:
-            mbarrier.wait(turns.index(GROUP), (laps + 1 - GROUP) & 1)  # group 0 begins
-            laps += 1
-        sums = warpgroup_mma_init(gl.zeros((BLOCK_M, BLOCK_N), dtype=gl.int32, layout=layout))
-        for step in range(steps):
-            stage = uses % NUM_STAGES
-            mbarrier.wait(full.index(stage), (uses // NUM_STAGES) & 1)
-            b_tile = b_ring.index(stage).permute((1, 0))
-            sums = warpgroup_mma(a_ring.index(stage), b_tile, sums, is_async=True)
-            sums = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(sums,)))
-            # The products of the step before are done: its stage may be filled again.
-            mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES), pred=step > 0)
-            uses += 1
-        if NUM_GROUPS == 2:
-            mbarrier.arrive(turns.index(1 - GROUP))
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-        mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES))
-        uses += steps * (NUM_GROUPS - 1)  # those of the other group's tile
+    first = gl.program_id(0) + turn * NUM_PROGRAMS
+    for tile in range(first, tiles_m * tiles_n, NUM_PROGRAMS * TURNS):
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, SIZES[4])
         start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
-        if out_ptr.dtype.element_ty == gl.int32:
-            out = sums
+        sums = gl.zeros((ROWS, BLOCK_N), dtype=gl.int32 if INT8 else gl.float32, layout=layout)
+        if PROMOTE:
+            start_m += GROUP * ROWS
+            for _ in range(steps):
+                stage = uses % NUM_STAGES
+                mbarrier.wait(full.index(stage), (uses // NUM_STAGES) & 1)
+                a_tile, b_tile = a_ring.index(stage).slice(GROUP * ROWS, ROWS), b_ring.index(stage)
+                nothing = gl.zeros((ROWS, BLOCK_N), dtype=gl.float32, layout=layout)
+                part = warpgroup_mma(a_tile, b_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+                mbarrier.arrive(empty.index(stage))
+                sums = sums + part
+                uses += 1
         else:
-            # In the order of the reference: sums * scale_a first.
-            out = sums.to(gl.float32)
-            if SCALE_A == 2:
-                rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
-                out = out * gl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
-            elif SCALE_A == 1:
-                out = out * gl.load(scale_a_ptr)
-            if SCALE_B == 2:
-                columns = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
-                out = out * gl.load(scale_b_ptr + columns, mask=columns < N, other=0.0)[None, :]
-            elif SCALE_B == 1:
-                out = out * gl.load(scale_b_ptr)
-            out = out.to(out_ptr.dtype.element_ty)
-        out = gl.convert_layout(out, stored)
-        rows = start_m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, stored))
-        columns = start_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, stored))
-        at = out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
-        gl.store(at, out, mask=(rows < M)[:, None] & (columns < N)[None, :])
+            if TURNS == 2:
+                mbarrier.wait(turns.index(GROUP), (laps + 1 - GROUP) & 1)  # group 0 begins
+                laps += 1
+            pending = warpgroup_mma_init(sums)
+            for step in range(steps):
+                stage = uses % NUM_STAGES
+                mbarrier.wait(full.index(stage), (uses // NUM_STAGES) & 1)
+                b_tile = b_ring.index(stage).permute((1, 0))
+                pending = warpgroup_mma(a_ring.index(stage), b_tile, pending, is_async=True)
+                pending = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(pending,)))
+                # The products of the step before are done: its stage may be filled again.
+                mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES), pred=step > 0)
+                uses += 1
+            if TURNS == 2:
+                mbarrier.arrive(turns.index(1 - GROUP))
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
+            mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES))
+            uses += steps * (TURNS - 1)  # those of the other group's tile
+        _store(sums, results, start_m, start_n, KINDS[0], KINDS[1], layout, NUM_WARPS)
+
+
+@gluon.jit
+def _store(
+    sums,
+    results,
+    start_m,
+    start_n,
+    SCALE_A: gl.constexpr,
+    SCALE_B: gl.constexpr,
+    layout: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):
+    """Scales and stores the sums of a tile, which the threads have by `layout`."""
+    out_ptr, scale_a_ptr, scale_b_ptr, M, N = results
+    stored: gl.constexpr = _stored_layout(sums.shape[0], sums.shape[1], NUM_WARPS)
+    if out_ptr.dtype.element_ty == gl.int32:
+        out = sums
+    else:
+        # In the order of the reference: sums * scale_a first.
+        out = sums.to(gl.float32)
+        if SCALE_A == 2:
+            rows = start_m + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
+            out = out * gl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        elif SCALE_A == 1:
+            out = out * gl.load(scale_a_ptr)
+        if SCALE_B == 2:
+            columns = start_n + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+            out = out * gl.load(scale_b_ptr + columns, mask=columns < N, other=0.0)[None, :]
+        elif SCALE_B == 1:
+            out = out * gl.load(scale_b_ptr)
+        out = out.to(out_ptr.dtype.element_ty)
+    out = gl.convert_layout(out, stored)
+    rows = start_m + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, stored))
+    columns = start_n + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, stored))
+    at = out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
+    gl.store(at, out, mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
 @gluon.constexpr_function
