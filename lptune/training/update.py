@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from lptune.base.errors import DivergedError
 from lptune.distributed import World, on_this_rank, reshard
-from lptune.linear import LowPrecision
+from lptune.linear import ComputeWeights, LowPrecision
 from lptune.training.adamw import AdamW
 from lptune.training.int8_adamw import Int8AdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
@@ -136,6 +136,8 @@ class Update:
         optimizer.zero_grad(set_to_none=True)
         if self._low is not None:
             self._low.undo(skipped)
+        if (weights := ComputeWeights.of(model)) is not None:
+            weights.copy_ahead()
 
         return torch.stack([loss, norm.to(torch.float64)])
 
