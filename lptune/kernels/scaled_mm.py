@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.hardware.trials import tries
 from lptune.kernels import cublaslt, native
 from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.cpu_gemms import int_mm_float32
@@ -161,11 +160,9 @@ def _float8_mm(
     if not cublaslt.takes(b_KN):
         operation = "float8_odd_gemm"
     backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
-    if backend == "torch" and operation == "float8_gemm" and tries("gluon_float8"):
-        backend = "triton"
     if backend == "triton":
         out_MN: Tensor = triton_kernels().scaled_mm(
-            a_MK, b_KN, *scales, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT, fast=fast
+            a_MK, b_KN, *scales, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT
         )
         return out_MN
     if backend == "torch":

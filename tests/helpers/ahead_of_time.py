@@ -12,6 +12,11 @@ import triton
 from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from lptune.kernels.triton import hopper
+from lptune.kernels.triton.hopper import HopperConfig
 
 triton_version = Version(triton.__version__)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -79,6 +84,35 @@ def compile_for(
     source = ASTSource(kernel, signature, constants, attributes)
     # As the launches of lptune.kernels.triton say.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    return _compiled(source, arch, options)
+
+
+def compile_on_hopper(config: HopperConfig, dtype: str) -> Compiled:
+    """The kernel in Gluon, row scales, a bfloat16 result. dtype: of a and b, as in `gemm_arguments`."""
+    constants = hopper.constants(config, (2, 2), 132, promote=dtype != "i8")
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    signature: dict[str, str] = {
+        "a": f"tensordesc<{dtype}[{config.block_m}, {hopper.BLOCK_K}],{layout}>",
+        "b": f"tensordesc<{dtype}[{config.block_n}, {hopper.BLOCK_K}],{layout}>",
+        "out_ptr": "*bf16",
+        "scale_a_ptr": "*fp32",
+        "scale_b_ptr": "*fp32",
+        **dict.fromkeys(("M", "N", "K"), "i32"),
+        **dict.fromkeys(constants, "constexpr"),
+    }
+    names = hopper.hopper_kernel.arg_names
+    at = {name: (names.index(name),) for name in names}
+    attributes = {at[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] in "*i"}
+    source = GluonASTSource(
+        hopper.hopper_kernel,
+        {name: signature[name] for name in names},
+        {at[name]: value for name, value in constants.items()},
+        attributes,
+    )
+    return _compiled(source, 90, {"num_warps": config.num_warps, "enable_fp_fusion": False})
+
+
+def _compiled(source: Any, arch: int, options: dict[str, Any]) -> Compiled:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -20,6 +20,8 @@ _KINDS = {
     "load": r"\bUTMALDG|\bLDGSTS",  # starts a load into shared memory: by TMA a tile, else 16 bytes a thread
     "wait for load": r"SYNCS\.PHASECHK|(?<!WARPGROUP\.)DEPBAR\.LE SB0",
     "addition": r"\bFADD\b",
+    "store": r"\bSTG\b",
+    "store of 16 bytes": r"\bSTG\.E\.128\b",
     "label": r"^\.L_x",
     "branch": r"\bBRA\b",
 }
@@ -42,20 +44,29 @@ class Loop(NamedTuple):
         return self.instructions.index("full wait") < self.instructions.index("load")
 
 
-def main_loop(cubin: bytes) -> Loop:
-    """The loop that has the products. Skips the test if nvdisasm is missing."""
+def count(cubin: bytes, kind: str) -> int:
+    """How many instructions of `kind` a kernel has. Skips the test if nvdisasm is missing."""
+    return sum(each == kind for each, _ in _instructions(cubin))
+
+
+def _instructions(cubin: bytes) -> list[tuple[str, str]]:
     if not NVDISASM.exists():
         pytest.skip(f"this Triton brings no {NVDISASM.name}")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
-    found = [
+    return [
         (kind, line)
         for line in text.splitlines()
         for kind, pattern in _KINDS.items()
         if re.search(pattern, line.strip())
     ]
+
+
+def main_loop(cubin: bytes) -> Loop:
+    """The loop that has the products. Skips the test if nvdisasm is missing."""
+    found = _instructions(cubin)
     kinds = [kind for kind, _ in found]
     first = kinds.index("product")
     start = first - kinds[first::-1].index("label")

@@ -2,14 +2,15 @@
 
 These are facts about Triton and its ptxas, on which the choice of configurations rests (gemm.py); found with
 Triton 3.7.1. A test that fails here after an upgrade says: look again, the kernels may have become faster.
-The suite reads the default of INT8 and of float8, `make test-kernels` the rest.
+The suite reads one configuration of INT8, of float8 and of the kernel in Gluon, `make test-kernels` the rest.
 """
 
 import pytest
 
 from lptune.kernels.triton import gemm
-from tests.helpers.ahead_of_time import Compiled, compile_for, gemm_arguments
-from tests.helpers.sass import Loop, main_loop
+from lptune.kernels.triton.hopper import FLOAT8_CONFIGS, INT8_CONFIGS, HopperConfig
+from tests.helpers.ahead_of_time import SHARED_BYTES, Compiled, compile_for, compile_on_hopper, gemm_arguments
+from tests.helpers.sass import Loop, count, main_loop
 
 INT8, FLOAT8 = "i8", "fp8e4nv"
 
@@ -31,13 +32,13 @@ def _loaded_meanwhile(config: gemm.GemmConfig, loop: Loop) -> int:
     return config.num_stages - (2 if loop.loads_follow_the_wait else 1)
 
 
-DEFAULT = gemm.gemm_configs(9, True, True)[0]
+ONE_PROGRAM = gemm.GemmConfig(128, 128, 8, 3, 1)
 
 
 @pytest.mark.parametrize("tma", [True, pytest.param(False, marks=pytest.mark.kernels)])
 def test_an_int8_step_waits_once_for_its_own_products_and_then_loads(tma: bool) -> None:
-    loop = _loop(DEFAULT, INT8, tma)
-    assert loop.count("product") == DEFAULT.block_k // 32
+    loop = _loop(ONE_PROGRAM, INT8, tma)
+    assert loop.count("product") == ONE_PROGRAM.block_k // 32
     assert loop.count("full wait") == 1
     assert loop.count("partial wait") == 0
     assert loop.count("addition") == 0
@@ -48,16 +49,8 @@ def test_an_int8_step_waits_once_for_its_own_products_and_then_loads(tma: bool) 
     assert loop.product_cycles == 256
 
 
-@pytest.mark.kernels
-def test_a_step_of_256_has_twice_the_products_and_the_same_waits() -> None:
-    short, long = (_loop(DEFAULT._replace(block_k=size), INT8, True) for size in (128, 256))
-    assert long.product_cycles == 2 * short.product_cycles
-    for kind in ("full wait", "barrier", "load", "wait for load"):
-        assert long.count(kind) == short.count(kind), kind
-
-
 def test_a_float8_step_waits_for_its_products_before_it_adds_them() -> None:
-    loop = _loop(DEFAULT, FLOAT8, True)
+    loop = _loop(ONE_PROGRAM, FLOAT8, True)
     # Each thread has 64 of a group's 64 x 128 sums; ptxas waits, though PTX lets one group run on.
     assert loop.count("addition") == 64
     assert loop.count("full wait") == 1
@@ -86,5 +79,34 @@ def test_in_every_configuration_something_runs_while_something_waits(
 @pytest.mark.kernels
 def test_two_stages_load_nothing_while_the_tensor_core_works() -> None:
     """Why no configuration with one program has two stages."""
-    config = DEFAULT._replace(num_stages=2, block_k=256)
+    config = ONE_PROGRAM._replace(num_stages=2)
     assert _loaded_meanwhile(config, _loop(config, INT8, True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        pytest.param(config, dtype, marks=[] if config == INT8_CONFIGS[0] else [pytest.mark.kernels])
+        for dtype, configs in ((INT8, INT8_CONFIGS), (FLOAT8, FLOAT8_CONFIGS))
+        for config in configs
+    ],
+)
+def test_the_kernel_in_gluon_lets_int8_products_run_on(config: HopperConfig, dtype: str) -> None:
+    compiled = compile_on_hopper(config, dtype)
+    assert compiled.spilled_bytes == 0
+    assert compiled.shared_bytes <= SHARED_BYTES[90]
+    waits = {kind: count(compiled.cubin, kind) for kind in ("full wait", "partial wait")}
+    # One loop for each group. INT8 waits for the step before, and for its own products after the last.
+    if dtype == INT8:
+        assert waits == {"full wait": config.num_groups, "partial wait": config.num_groups}
+    else:
+        assert waits == {"full wait": config.num_groups, "partial wait": 0}
+    # A step's 128 x 128 x (M of a group) products, in instructions of 64 x 128 x 32 for 4 warps.
+    rows = config.block_m // (1 if dtype == INT8 else config.num_groups)
+    of_group = rows // (16 * config.num_warps) * config.block_n // 128 * 128 // 32
+    assert count(compiled.cubin, "product") == config.num_groups * of_group
+    # The results of a thread in bfloat16, 16 bytes at a time.
+    assert count(compiled.cubin, "store of 16 bytes") == count(compiled.cubin, "store")
+    assert count(compiled.cubin, "store") == config.num_groups * rows * config.block_n // (
+        256 * config.num_warps
+    )

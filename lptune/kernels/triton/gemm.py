@@ -1,9 +1,8 @@
 """8-bit GEMM with the scales in the epilogue: `out = (a @ b) * scale_a * scale_b`, INT8 and float8 alike.
 
-Each program computes tiles of `out` and steps along the contraction by 128 (INT8 also by 256), accumulating
-in registers. The scales are constant along the contraction, so they are applied to the accumulator once, at
-the end, and the result is rounded once. A library GEMM without scales in its epilogue needs a second pass
-over `out`.
+Each program computes tiles of `out` and steps along the contraction by 128, accumulating in registers. The
+scales are constant along the contraction, so they are applied to the accumulator once, at the end, and the
+result is rounded once. A library GEMM without scales in its epilogue needs a second pass over `out`.
 
 - Persistent: there are as many programs as the device has processors (or twice as many). Each takes every
   n-th tile, so that the epilogue of one tile overlaps the loads of the next. Tiles are numbered in groups of
@@ -20,13 +19,15 @@ over `out`.
   (the gpu tests compare them).
 - On Hopper, the tensor core idles at the end of each step. Triton lets products run on while the loop goes
   on only if the accumulator is float32; INT8 products are waited for in the step that issues them. Float8
-  ones may be pending in PTX, but then the two accumulators are added, and ptxas waits for that. Steps of 256
-  halve the number of waits. With two programs on a processor, one multiplies while the other waits.
+  ones may be pending in PTX, but then the two accumulators are added, and ptxas waits for that. With two
+  programs on a processor, one multiplies while the other waits. hopper.py, another kernel for the same GEMM,
+  does not wait; autotuning chooses between them.
 - Both wait before they issue the next load. So of n stages, n - 2 are loaded while the tensor core works: one
   program on a processor needs three or more. (tests/kernels/test_triton_sass.py reads this in machine code.)
 
-Not run on hardware yet: interpreted, and compiled ahead of time for sm_80, sm_90 and sm_100 without spills.
-On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction since 3.8.
+Ran on an H100 (sm_90); for sm_80, 86, 89, 100 and 120 only interpreted, and compiled ahead of time without
+spills. On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction
+since 3.8.
 """
 
 import logging
@@ -73,13 +74,7 @@ _COMMON = (
     GemmConfig(64, 64, 4, 4, 2),
 )
 _WIDE, _TALL = GemmConfig(128, 256, 8, 3, 1), GemmConfig(256, 128, 8, 3, 1)
-_TWO_PROGRAMS = GemmConfig(64, 128, 4, 4, 2)
-_INT8_ON_HOPPER = (
-    GemmConfig(128, 128, 8, 3, 1, block_k=256),
-    GemmConfig(64, 128, 4, 2, 2, block_k=256),
-    GemmConfig(128, 256, 8, 4, 1),
-)
-_TWO_LARGE_PROGRAMS = GemmConfig(128, 128, 4, 3, 2)
+_TWO_PROGRAMS, _TWO_LARGE_PROGRAMS = GemmConfig(64, 128, 4, 4, 2), GemmConfig(128, 128, 4, 3, 2)
 
 
 def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]:
@@ -92,8 +87,8 @@ def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]
     fits.
     """
     if is_int8 and major == 9:
-        found = (*_COMMON, _WIDE, _TWO_PROGRAMS, *_INT8_ON_HOPPER)
-        return (*found, _TWO_LARGE_PROGRAMS) if tma else found
+        found = (*_COMMON, _WIDE._replace(num_stages=4), _TWO_PROGRAMS)
+        return (_TWO_LARGE_PROGRAMS, *found) if tma else found
     if is_int8 or major >= 10:
         return (*_COMMON, _WIDE)
     if major == 9:
@@ -101,11 +96,8 @@ def gemm_configs(major: int, is_int8: bool, tma: bool) -> tuple[GemmConfig, ...]
     return _COMMON
 
 
-def hopper_configs(major: int, tma: bool, promote: bool) -> "tuple[HopperConfig, ...]":
-    """Those of the kernel in Gluon (hopper.py); none elsewhere, or if this Triton cannot import it.
-
-    promote: for float8 whose sums are moved to float32 after every step.
-    """
+def hopper_configs(major: int, is_int8: bool, tma: bool) -> "tuple[HopperConfig, ...]":
+    """Those of the kernel in Gluon (hopper.py); none elsewhere, or if this Triton cannot import it."""
     if major != 9 or not tma:
         return ()
     try:
@@ -113,7 +105,7 @@ def hopper_configs(major: int, tma: bool, promote: bool) -> "tuple[HopperConfig,
     except (ImportError, AttributeError) as error:  # Gluon's interface is not stable
         logger.debug("8-bit GEMMs run without their kernel for Hopper: %s", error)
         return ()
-    return hopper.PROMOTING if promote else hopper.CONFIGS
+    return hopper.INT8_CONFIGS if is_int8 else hopper.FLOAT8_CONFIGS
 
 
 @triton.jit
@@ -203,14 +195,13 @@ def scaled_mm(
     out_dtype: torch.dtype,
     *,
     tokens_contracted: bool = False,
-    fast: bool = False,
     config: "GemmConfig | HopperConfig | None" = None,
     tma: bool | None = None,
 ) -> Tensor:
     """Same as `kernels.scaled_mm`. out_dtype: int32 (INT8 only, without scales) or a float.
 
-    tokens_contracted: K, not M, is the number of tokens (grad_weight), which autotuning buckets. fast: float8
-    sums may stay in Hopper's tensor core. config, tma: override the choice of autotuning and of the device.
+    tokens_contracted: K, not M, is the number of tokens (grad_weight), which autotuning buckets. config, tma:
+    override the choice of autotuning and of the device.
     """
     (m, k), n, device = a_MK.shape, b_KN.shape[1], a_MK.device
     out_MN = torch.empty(m, n, dtype=out_dtype, device=device)
@@ -222,7 +213,7 @@ def scaled_mm(
     strides = a.stride(0), b_NK.stride(0)
     tensors = (a, b_NK, out_MN, scale_a, scale_b)
     dtypes = [None if each is None else each.dtype for each in tensors]
-    key = ("scaled_mm", a.get_device(), m, n, k, *strides, *kinds, *dtypes, tokens_contracted, fast)
+    key = ("scaled_mm", a.get_device(), m, n, k, *strides, *kinds, *dtypes, tokens_contracted)
     chosen = config is not None or tma is not None
     if not chosen and again.again(key, tensors):
         return out_MN
@@ -235,8 +226,7 @@ def scaled_mm(
         if not isinstance(config, GemmConfig):
             from lptune.kernels.triton import hopper
 
-            promote = a.dtype != torch.int8 and not fast
-            constants = hopper.constants(config, kinds, num_programs, promote)
+            constants = hopper.constants(config, kinds, num_programs, promote=a.dtype != torch.int8)
             return Launch(
                 hopper.hopper_kernel,
                 (min(num_programs, num_tiles),),
@@ -269,12 +259,8 @@ def scaled_mm(
     if config is None:
         is_int8, major = a.dtype == torch.int8, launch.capability(device)[0]
         configs: tuple[GemmConfig | HopperConfig, ...] = gemm_configs(major, is_int8, use_tma)
-        on_hopper = hopper_configs(major, use_tma, not is_int8 and not fast)
-        # Fast sums have other bits than those of tl.dot, so that the two are never candidates for one GEMM.
-        configs = on_hopper if fast and on_hopper else configs + on_hopper
-        name = gemm_key(
-            "scaled_mm fast" if fast else "scaled_mm", a, b_NK, out_dtype, use_tma, tokens_contracted
-        )
+        configs += hopper_configs(major, is_int8, use_tma)
+        name = gemm_key("scaled_mm", a, b_NK, out_dtype, use_tma, tokens_contracted)
         config = launch.tuned(name, configs, lambda each: launch_by(each).run(tensors), device)
     if chosen:
         launch_by(config).run(tensors)

@@ -16,7 +16,7 @@ misread it.
 
 Float8 sums lose bits in the tensor core, so they are moved to float32 after every 128 products, as in gemm.py
 (PROMOTE). A group then waits for its products before it adds them. So both groups share a tile, half of the
-rows each: one multiplies while the other adds. Without (`fast`) float8 runs as INT8 does.
+rows each: one multiplies while the other adds.
 
 Results are stored 16 bytes at a time: the tensor core leaves two neighbours of a row in a thread, so four
 threads exchange theirs first. Direct stores of 4 bytes cost a tenth of the GEMM's time.
@@ -24,9 +24,13 @@ threads exchange theirs first. Direct stores of 4 bytes cost a tenth of the GEMM
 INT8 sums are exact in int32, so the bits are those of every other backend; float8 ones are those of gemm.py
 (tests/kernels/test_triton_gemm.py).
 
-Measured in INT8 on an H100 SXM, 700 W, at the sizes of Llama 3.2 3B and Llama 3 8B (docs/gpu.md): 1,200 to
-1,430 TFLOP/s, where `tl.dot` in its best configuration has 1,120 to 1,240 and cuBLASLt's INT8 630 to 930. All
-of these are limited by power.
+Measured on an H100 SXM of 700 W at the sizes of Llama 3.2 3B and Llama 3 8B (docs/gpu.md), in TFLOP/s:
+
+    INT8      1,200 to 1,430    `tl.dot` in its best configuration 1,120 to 1,240, cuBLASLt 630 to 930
+    float8    1,020 to 1,140    `tl.dot` 870 to 1,000, cuBLASLt 1,070 to 1,200
+
+All of these are limited by power: within a training step, where other kernels let the chip cool, INT8 runs at
+1,640. Of 128 x 128 tiles and two groups, 4 rows of tiles at a time were faster than 8 and 16.
 
 Gluon is experimental in Triton: a version that cannot compile this leaves these configurations out of the
 tuning, and `tl.dot` remains.
@@ -65,13 +69,13 @@ class HopperConfig(NamedTuple):
     instruction_n: int = 128  # columns of one instruction's result
 
 
-CONFIGS = (
+INT8_CONFIGS = (
     HopperConfig(128, 128, 4, 6, 2, 4),
     HopperConfig(128, 256, 8, 4, 1, 8),
     HopperConfig(256, 128, 8, 4, 1, 8),
 )
-PROMOTING = (HopperConfig(128, 128, 4, 6, 2, 4), HopperConfig(128, 128, 4, 6, 2, 8))
-"""Configurations of float8 that is not fast. Two sets of sums leave no registers for a larger tile."""
+FLOAT8_CONFIGS = (HopperConfig(128, 128, 4, 6, 2, 4), HopperConfig(128, 128, 4, 6, 2, 8))
+"""Two sets of sums leave no registers for a larger tile."""
 
 
 def describe(config: HopperConfig) -> tuple[Describe, Describe]:
