@@ -128,11 +128,10 @@ def gemms(shape: tuple[int, int, int]) -> Iterator[tuple[str, Callable[[], list[
 
 
 def _triton_gemms(operands: list[tuple[Any, ...]]) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
-    from lptune.kernels.triton.gemm import GemmConfig, scaled_mm
+    from lptune.kernels.triton.gemm import GemmConfig, hopper_configs, scaled_mm
 
-    default = GemmConfig(128, 128, 8, 3, 1)
-    others = (default._replace(block_k=256), GemmConfig(128, 128, 4, 3, 2), GemmConfig(128, 256, 8, 4, 1))
-    for config in (default, *others):
+    configs = (GemmConfig(128, 128, 8, 3, 1), GemmConfig(128, 128, 4, 3, 2), GemmConfig(128, 256, 8, 4, 1))
+    for config in (*configs, *hopper_configs(torch.cuda.get_device_capability()[0], is_int8=True, tma=True)):
         call = functools.partial(scaled_mm, out_dtype=torch.bfloat16, config=config)
         yield (
             f"Triton INT8 {tuple(config)}",

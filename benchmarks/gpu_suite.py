@@ -207,7 +207,7 @@ def _tests(args: argparse.Namespace, json_file: Path) -> Part:
     # One thread each: the workers of xdist are threads enough, and the server that tests fork needs it.
     environment = {"LPTUNE_TEST_RESULTS": str(json_file), "LPTUNE_AUTOTUNE": "0", "OMP_NUM_THREADS": "1"}
     if not {"xdist", "execnet"} & set(lacking):
-        options += ["-n", "2" if args.small else "8"]
+        options += ["-n", "2" if args.small else "12"]
     if args.small:  # only the tests of the recipe also run on a CPU
         files = [str(ROOT / "tests" / "recipes" / "test_on_gpu.py")]
         options += ["-k", "int8_rowcol"]

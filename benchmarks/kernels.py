@@ -203,7 +203,8 @@ def time_configs(shape: tuple[int, int, int], results: Results) -> None:
             x, w = kernels.quantize_rows(random(t, k), fmt), kernels.quantize_rows(random(n, k), fmt)
             sets.append((x.q_MK, w.q_MK.t(), x.scale_M1, w.scale_M1.t(), torch.bfloat16))
         tma = launch.has_tma(device)
-        for config in gemm.gemm_configs(launch.capability(device)[0], fmt == "int8", tma):
+        of_device = launch.capability(device)[0], fmt == "int8", tma
+        for config in (*gemm.gemm_configs(*of_device), *gemm.hopper_configs(*of_device)):
 
             def call(arguments: Any, config: Any = config) -> Call:
                 return lambda: gemm.scaled_mm(*arguments, config=config)

@@ -11,7 +11,8 @@ Requirements of each call; torch refuses other operands:
                  first, padded to a multiple of 4
 
 The rules for blocks come from torch's ScaledBlas.cpp and the documentation of cuBLAS ("1D and 128x128 2D
-block scaling"); tests/kernels/test_cublaslt.py checks that the calls follow them. Not run on hardware yet.
+block scaling"); tests/kernels/test_cublaslt.py checks that the calls follow them, and on a GPU
+what they compute.
 """
 
 import functools

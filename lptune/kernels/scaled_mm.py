@@ -14,8 +14,8 @@ also runs `output` with row scales and a bfloat16 result. It uses "fast accumula
 which keeps about 14 bits on Hopper; torchao, too, uses that for `output` only. `grad_input`, `grad_weight`
 and other dtypes run on lptune's kernel, because before CUDA 12.9 torch applies their scales in a second pass
 over the result. On Hopper with CUDA 12.9 torch applies them in the GEMM. `LPTUNE_TRY=cublaslt_rowwise`
-selects torch there; the default waits for a measurement. Sizes that are not multiples of 16, which torch
-refuses, always run on lptune's kernel.
+selects torch there, which was no faster in a step (docs/gpu.md). Sizes that are not multiples of 16, which
+torch refuses, always run on lptune's kernel.
 """
 
 import functools
@@ -180,7 +180,6 @@ def _int_mm(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     if a_MK.device.type == "cpu":
         return torch._int_mm(a_MK, b_KN)
     # cuBLASLt needs more than 16 rows, and K and N in multiples of 8. Zeros change no sum and no scale.
-    # Not yet run on hardware.
     (m, k), n = a_MK.shape, b_KN.shape[1]
     pad_m, pad_k, pad_n = max(32 - m, 0), -k % 16, -n % 16
     if pad_m or pad_k:

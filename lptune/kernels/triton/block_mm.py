@@ -9,7 +9,7 @@ MX blocks of 32 would interrupt the tensor core four times as often. Blackwell a
 tensor core (`tl.dot_scaled` compiles to `tcgen05.mma` with block scaling). Before Blackwell, that is emulated
 here in steps of 32: correct, but not fast.
 
-Not run on hardware yet: interpreted (except the Blackwell path, which the interpreter lacks), and compiled
+Ran on an H100; otherwise interpreted (except the Blackwell path, which the interpreter lacks), and compiled
 ahead of time without spills.
 """
 

@@ -5,7 +5,7 @@ rows 1 x 128, columns 128 x 1, squares 128 x 128, and for MX 1 x 32 and 32 x 1 w
 consists of whole blocks and is kept in registers. Backward needs g in row and column blocks; one tile gives
 both.
 
-Not run on hardware yet: interpreted, and compiled ahead of time without spills.
+Ran on an H100 (docs/gpu.md); for other GPUs interpreted, and compiled ahead of time without spills.
 """
 
 from typing import Any, NamedTuple

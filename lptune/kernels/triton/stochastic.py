@@ -11,7 +11,7 @@ step of the hash in memory, as int64: 660 bytes for each element where one pass 
 Weights that are stored in INT8 are rounded here too, by rows, after each update (training/int8_adamw.py). An
 update may have to be dropped, which only the device knows: the kernel then stores the values from before.
 
-Not run on hardware yet: interpreted, and compiled ahead of time without spills.
+Ran on an H100 (docs/gpu.md); for other GPUs interpreted, and compiled ahead of time without spills.
 """
 
 from typing import NamedTuple
