@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from lptune.cli import catalog, recipe
+from lptune.cli.main import cli
 from lptune.config import key_paths
 from tests.helpers.commands import COMMANDS
 from tests.helpers.each import holds_for_each
@@ -50,7 +51,15 @@ def check_example(words: list[str]) -> None:
 def test_the_help_of_each_command_is_clean_at_80_columns() -> None:
     def check(name: str) -> None:
         command = COMMANDS[name]
-        context = click.Context(command, info_name=name, terminal_width=80, max_content_width=80)
+        # As the group makes it: a command keeps the help option of the first context that asks for it, and
+        # one without `-h` would leave other tests of this process without it.
+        context = click.Context(
+            command,
+            info_name=name,
+            terminal_width=80,
+            max_content_width=80,
+            help_option_names=cli.context_settings["help_option_names"],
+        )
         assert max(map(len, command.get_help(context).splitlines())) <= 80
         assert len(command.get_short_help_str(200)) > 20
 
