@@ -37,7 +37,9 @@ MAX_SOURCE_CHARS = 256 * 1024
 MAX_CPU_S = 20.0
 """Time of a processor that one question to the template may take; a long conversation takes milliseconds."""
 
-_MAX_MEMORY = 1024 * MEBI
+MAX_MEMORY = 1024 * MEBI
+"""What it may add to the memory of its process."""
+
 _PROBE = {"qzx": "zxq"}
 _PROBE_TEXT = json.dumps(_PROBE)
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
@@ -161,7 +163,7 @@ class ChatTemplate:
             answer = ask(
                 "render",
                 cpu_s=MAX_CPU_S,
-                memory=_MAX_MEMORY,
+                memory=MAX_MEMORY,
                 max_characters=MAX_OUTPUT_CHARACTERS,
                 source=source,
                 marks=(_OPEN, _CLOSE),

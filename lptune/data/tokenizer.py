@@ -40,7 +40,8 @@ _FILES = (
 _MAX_JSON_CHARS = 256 * MEBI
 """Largest tokenizer.json in characters; that of a vocabulary of 262,144 has 33 MB."""
 _MAX_CPU_S = 120.0
-_MAX_MEMORY = 4096 * MEBI
+MAX_MEMORY = 4096 * MEBI
+"""What AutoTokenizer may add to the memory of its process."""
 _MAX_GROWTH = 64
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 """Suffixes of a file that data.chat_template may name."""
@@ -243,7 +244,7 @@ def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, A
                 (Path(place) / name).symlink_to((folder / name).resolve())
         try:
             content = [read_bytes(folder / name, _MAX_JSON_CHARS) if files[name] else b"" for name in files]
-            answer = hf.ask_once("load", content, cpu_s=_MAX_CPU_S, memory=_MAX_MEMORY, folder=place)
+            answer = hf.ask_once("load", content, cpu_s=_MAX_CPU_S, memory=MAX_MEMORY, folder=place)
             reason = answer.facts.get("message", "").replace(place, str(folder))
         except hf.EndedError as error:
             reason = str(error)

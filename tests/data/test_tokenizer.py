@@ -1,5 +1,6 @@
 """Ids equal AutoTokenizer's on every real tokenizer; what is wrong with a folder is one line."""
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -193,7 +194,11 @@ def test_a_class_that_does_more_or_other_than_tokenizer_json_is_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_that_would_take_all_memory_is_refused(tokenizer_folder: Callable[..., Path]) -> None:
+def test_a_tokenizer_that_would_take_all_memory_is_refused(
+    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # To fill the limit of a run takes 17 seconds.
+    monkeypatch.setattr(importlib.import_module("lptune.data.tokenizer"), "MAX_MEMORY", 512 * 2**20)
     folder = tokenizer_folder(tokenizer_class="T5Tokenizer", extra_ids=2_000_000_000)
     with pytest.raises(UserError, match="cannot load") as caught:
         load_tokenizer(folder)
