@@ -73,7 +73,9 @@ def test_int8_is_the_exact_sum_scaled_in_float32(shape: tuple[int, int, int], tm
     assert torch.equal(_run(a, b, None, None, torch.int32, tma=tma), (a.double() @ b.double()).int())
 
 
-@pytest.mark.parametrize("config", gemm.gemm_configs(9, True, True))
+@pytest.mark.parametrize(
+    "config", dict.fromkeys((*gemm.gemm_configs(9, True, True), *gemm.gemm_configs(8, True, False)))
+)
 @pytest.mark.parametrize("tma", [True, False])
 def test_no_int8_configuration_changes_a_bit(config: gemm.GemmConfig, tma: bool) -> None:
     a, b, scale_a, scale_b = _int8(*((140, 144, 270) if INTERPRETED else (1000, 4112, 2064)))
