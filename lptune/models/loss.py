@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lptune.base.errors import UserError
 from lptune.base.text import with_addresses
 from lptune.models.chunks import Logits
 
@@ -65,7 +66,7 @@ class Objective(Protocol):
 
 
 def check_serves_parts(loss: Objective) -> None:
-    """Raises ValueError unless the class that defines `values` says that it serves a part of the words: on
+    """Raises UserError unless the class that defines `values` says that it serves a part of the words: on
     such a part an objective made for the whole vocabulary would be wrong without a sign of it.
     """
     if isinstance(loss, WeightedSum):
@@ -73,7 +74,7 @@ def check_serves_parts(loss: Objective) -> None:
             check_serves_parts(each)
     owner = _owner(loss, "values")
     if not vars(owner).get("serves_parts", False):
-        raise ValueError(
+        raise UserError(
             f"{owner.__name__} would see a part of the vocabulary, which tensor parallelism cut; take maxima "
             f"and sums over words by `logits.words` ({with_addresses('docs/models.md')}) and set "
             "serves_parts = True in it, or train with parallel.tensor=1"
