@@ -61,7 +61,11 @@ class Batch(NamedTuple):
 
     def to(self, device: "torch.device | str") -> "Batch":
         """The same batch on `device`."""
-        moved = [tensor.to(device, non_blocking=True) for tensor in self[:5]]
+        # A copy to a GPU from memory that is not pinned waits for all that the GPU was given before.
+        here: list[torch.Tensor] = list(self[:5])
+        if str(device).startswith("cuda") and here[0].device.type == "cpu":
+            here = [tensor.pin_memory() for tensor in here]
+        moved = [tensor.to(device, non_blocking=True) for tensor in here]
         return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:])
 
 

@@ -25,7 +25,7 @@ from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec
 from lptune.linear.shared_input import InputGroup, SharedInput, alone
-from lptune.linear.weights.compute_weights import ComputeWeights, is_parallelized
+from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.weight_amax import weight_changed
@@ -294,11 +294,9 @@ def gather_in_8_bits(model: nn.Module, compute_dtype: torch.dtype) -> int:
 
 
 def weights_changed(model: nn.Module) -> None:
-    """Discards precomputed scales and copies of the weights of `model`. Call it on all ranks after any rank
-    wrote to weights, except by an optimizer or `load_state_dict`, which announce their changes themselves.
+    """Discards precomputed scales of `model`. Call it on all ranks after any rank wrote to weights, except by
+    an optimizer or `load_state_dict`, which announce their changes themselves.
     """
     for module in model.modules():
-        if (copies := ComputeWeights.of(module)) is not None:
-            copies.masters_changed(lambda _: True)
         if isinstance(module, LowPrecisionLinear):
             weight_changed(module.number)

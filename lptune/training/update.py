@@ -12,7 +12,8 @@ for the host to launch the update. So the device decides:
                                                  spreads a NaN or inf to all ranks
     skipped = loss or norm is not finite         0-dimensional, on the device
     AdamW   with found_inf = skipped             always launched; its kernel returns if found_inf is 1
-    host    <- [loss, norm]                      the only wait of the step, after everything is launched
+    host    <- [loss, norm]                      the only wait of the step, for these two alone: the device
+                                                 goes on with the update while the host prepares a step
 
 torch.amp.GradScaler uses `found_inf` to report an overflow to a fused optimizer: the kernel then changes
 neither weights nor moments, and the increment of `step` is undone. It works for DTensors and plain tensors.
@@ -26,7 +27,7 @@ The learning rate and the data depend on the number of the step, skipped or not.
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from lptune.base.errors import DivergedError
 from lptune.distributed import World, on_this_rank, reshard
-from lptune.linear import ComputeWeights, LowPrecision
+from lptune.linear import LowPrecision
 from lptune.training.adamw import AdamW
 from lptune.training.int8_adamw import Int8AdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
@@ -100,7 +101,8 @@ class Update:
 
         loss_sum: over the micro-batches of this rank, on the device. num_targets: over all ranks.
         """
-        self._last = Updated(*self.launch(loss_sum, num_targets).tolist())
+        read = self.launch(loss_sum, num_targets)
+        self._last = Updated(*read())
         if not self._last.skipped:
             self.num_skipped_in_a_row = 0
             return self._last
@@ -111,11 +113,12 @@ class Update:
         return self._last
 
     @torch.no_grad()
-    def launch(self, loss_sum: Tensor, num_targets: float) -> Tensor:
+    def launch(self, loss_sum: Tensor, num_targets: float) -> Callable[[], list[float]]:
         """All work of the device, and all collectives. The host waits only if the optimizer does not read
         `found_inf`.
 
-        Returns the loss and the gradient norm, float64 of shape (2,), on the device.
+        Returns a function that waits for the loss and the gradient norm, not for the update, and returns
+        these two.
         """
         world, model, optimizer = self._world, self._model, self._optimizer
         reshard(model)  # a forward after backward, for a metric, may have left other weights in it
@@ -126,6 +129,7 @@ class Update:
         world.sum_(totals)
         loss, norm = totals[0] / num_targets, totals[1].sqrt().to(torch.float32)
         skipped = ~(loss.isfinite() & norm.isfinite())
+        read = _copied_to_host(torch.stack([loss, norm.to(torch.float64)]))
 
         scale_gradients(model, self._max_grad_norm, norm)
         if self._skips_on_device:
@@ -136,10 +140,7 @@ class Update:
         optimizer.zero_grad(set_to_none=True)
         if self._low is not None:
             self._low.undo(skipped)
-        if (weights := ComputeWeights.of(model)) is not None:
-            weights.copy_ahead()
-
-        return torch.stack([loss, norm.to(torch.float64)])
+        return read
 
     def _step_unless(self, skipped: Tensor) -> None:
         """Launches the update, which changes nothing where `skipped` is set."""
@@ -176,6 +177,24 @@ class Update:
             f"output_dir={output_dir} (this run's)"
             f"{earlier}"
         )
+
+
+def _copied_to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Starts to copy `values` to the host. The result waits for that, and not for what the device is given
+    after it.
+    """
+    if values.device.type != "cuda" or isinstance(values, FakeTensor):
+        return values.tolist
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
+    copied = torch.cuda.current_stream(values.device).record_event()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        numbers: list[float] = on_host.tolist()
+        return numbers
+
+    return read
 
 
 def skips_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -12,11 +12,6 @@ import triton
 from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
-
-from lptune.kernels.triton import hopper
-from lptune.kernels.triton.hopper import HopperConfig
 
 triton_version = Version(triton.__version__)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -87,8 +82,13 @@ def compile_for(
     return _compiled(source, arch, options)
 
 
-def compile_on_hopper(config: HopperConfig, dtype: str) -> Compiled:
+def compile_on_hopper(config: Any, dtype: str) -> Compiled:
     """The kernel in Gluon, row scales, a bfloat16 result. dtype: of a and b, as in `gemm_arguments`."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from lptune.kernels.triton import hopper
+
     constants = hopper.constants(config, (2, 2), 132, promote=dtype != "i8")
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     signature: dict[str, str] = {

@@ -19,18 +19,18 @@ Float8 sums lose bits in the tensor core, so they are moved to float32 after eve
 rows each: one multiplies while the other adds.
 
 Results are stored 16 bytes at a time: the tensor core leaves two neighbours of a row in a thread, so four
-threads exchange theirs first. Direct stores of 4 bytes cost a tenth of the GEMM's time.
+threads exchange theirs first. Direct stores of 4 bytes cost 4 to 25 % of the GEMM's rate.
 
 INT8 sums are exact in int32, so the bits are those of every other backend; float8 ones are those of gemm.py
 (tests/kernels/test_triton_gemm.py).
 
 Measured on an H100 SXM of 700 W at the sizes of Llama 3.2 3B and Llama 3 8B (docs/gpu.md), in TFLOP/s:
 
-    INT8      1,200 to 1,430    `tl.dot` in its best configuration 1,120 to 1,240, cuBLASLt 630 to 930
+    INT8      1,285 to 1,433    `tl.dot` in its best configuration 1,120 to 1,240, cuBLASLt 630 to 930
     float8    1,020 to 1,140    `tl.dot` 870 to 1,000, cuBLASLt 1,070 to 1,200
 
-All of these are limited by power: within a training step, where other kernels let the chip cool, INT8 runs at
-1,640. Of 128 x 128 tiles and two groups, 4 rows of tiles at a time were faster than 8 and 16.
+Most of these are limited by power. Within a training step, between other kernels, INT8 runs at 1,640. Of
+128 x 128 tiles and two groups, 4 rows of tiles at a time were faster than 8 and 16.
 
 Gluon is experimental in Triton: a version that cannot compile this leaves these configurations out of the
 tuning, and `tl.dot` remains.
@@ -55,10 +55,12 @@ from lptune.kernels.triton.again import Describe
 from lptune.kernels.triton.gemm import tile_of
 
 BLOCK_K = 128
+INSTRUCTION_N = gl.constexpr(128)
+"""Columns of one instruction's result."""
 
 
 class HopperConfig(NamedTuple):
-    """Launch parameters of `hopper_kernel`; the other tuples of tuning have another length."""
+    """Launch parameters of `hopper_kernel`. As lists none equals a GemmConfig: the tuner keeps lists."""
 
     block_m: int
     block_n: int
@@ -66,7 +68,6 @@ class HopperConfig(NamedTuple):
     num_stages: int
     num_groups: int  # that multiply, in turns: 1 or 2
     group_m: int  # rows of tiles that are computed at the same time
-    instruction_n: int = 128  # columns of one instruction's result
 
 
 INT8_CONFIGS = (
@@ -105,7 +106,6 @@ def constants(
         "NUM_STAGES": config.num_stages,
         "NUM_GROUPS": config.num_groups,
         "GROUP_M": config.group_m,
-        "INSTRUCTION_N": config.instruction_n,
     }
 
 
@@ -127,12 +127,13 @@ def hopper_kernel(
     NUM_STAGES: gl.constexpr,
     NUM_GROUPS: gl.constexpr,
     GROUP_M: gl.constexpr,
-    INSTRUCTION_N: gl.constexpr,
 ):
     """a: (M, K), b: (N, K), descriptors; out: (M, N) row by row. Otherwise as `scaled_mm_kernel`.
 
     PROMOTE: adds the sums of every step to others in float32; only with two groups.
     """
+    # `empty` counts two groups, of which one would never arrive.
+    gl.static_assert(NUM_GROUPS == 2 or not PROMOTE, "PROMOTE needs two groups")
     BLOCK_M: gl.constexpr = a.block_type.shape[0]
     BLOCK_N: gl.constexpr = b.block_type.shape[0]
     STEP_K: gl.constexpr = a.block_type.shape[1]
@@ -152,7 +153,7 @@ def hopper_kernel(
     tiles = (tiles_m, tiles_n, steps)
     results = (out_ptr, scale_a_ptr, scale_b_ptr, M, N)
     kinds: gl.constexpr = (SCALE_A, SCALE_B, PROMOTE)
-    sizes: gl.constexpr = (NUM_PROGRAMS, NUM_WARPS, NUM_STAGES, NUM_GROUPS, GROUP_M, INSTRUCTION_N)
+    sizes: gl.constexpr = (NUM_PROGRAMS, NUM_WARPS, NUM_STAGES, NUM_GROUPS, GROUP_M)
     if NUM_GROUPS == 1:
         gl.warp_specialize(
             [
@@ -204,25 +205,28 @@ def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.conste
     """Multiplies and stores what is this group's (0 or 1): its tiles; with PROMOTE its rows of all tiles."""
     a_ring, b_ring, full, empty = ring
     tiles_m, tiles_n, steps = tiles
+    SCALE_A: gl.constexpr = KINDS[0]
+    SCALE_B: gl.constexpr = KINDS[1]
     PROMOTE: gl.constexpr = KINDS[2]
     NUM_PROGRAMS: gl.constexpr = SIZES[0]
     NUM_WARPS: gl.constexpr = SIZES[1]
     NUM_STAGES: gl.constexpr = SIZES[2]
     NUM_GROUPS: gl.constexpr = SIZES[3]
+    GROUP_M: gl.constexpr = SIZES[4]
     TURNS: gl.constexpr = 1 if PROMOTE else NUM_GROUPS  # groups that have every n-th tile
     INT8: gl.constexpr = a_ring.dtype == gl.int8
     BLOCK_M: gl.constexpr = a_ring.shape[1]
     BLOCK_N: gl.constexpr = b_ring.shape[1]
     ROWS: gl.constexpr = BLOCK_M // NUM_GROUPS if PROMOTE else BLOCK_M
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, SIZES[5], 32]
+        version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, INSTRUCTION_N, 32]
     )
     turn: gl.constexpr = 0 if PROMOTE else GROUP
     uses = steps * turn
     laps = steps * 0  # tiles that this group has begun
     first = gl.program_id(0) + turn * NUM_PROGRAMS
     for tile in range(first, tiles_m * tiles_n, NUM_PROGRAMS * TURNS):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, SIZES[4])
+        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
         start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
         sums = gl.zeros((ROWS, BLOCK_N), dtype=gl.int32 if INT8 else gl.float32, layout=layout)
         if PROMOTE:
@@ -256,7 +260,7 @@ def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.conste
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
             mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES))
             uses += steps * (TURNS - 1)  # those of the other group's tile
-        _store(sums, results, start_m, start_n, KINDS[0], KINDS[1], layout, NUM_WARPS)
+        _store(sums, results, start_m, start_n, SCALE_A, SCALE_B, layout, NUM_WARPS)
 
 
 @gluon.jit

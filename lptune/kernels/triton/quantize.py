@@ -13,7 +13,7 @@ reads x again, last tiles first, since these are still in the L2 cache, and writ
 that its GEMM needs. Transposing costs nothing extra: the tile is transposed when it is written.
 
 Rows that are longer than a program can hold are read twice as well.
-On an H100 rows run at the speed of a copy, columns and both at 57 % of it (docs/gpu.md).
+On an H100 rows run at the speed of a copy, columns and both at 56 to 58 % of it (docs/gpu.md).
 """
 
 from typing import NamedTuple

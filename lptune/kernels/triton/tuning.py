@@ -69,6 +69,7 @@ class Tuner:
                 # Raised, for example, if the device lacks the shared memory.
                 time = self._time_s(each)
             except Exception as error:
+                logger.debug("%s: %s is left out: %s", key, config, error)
                 errors.append(error)
                 continue
             if best is None or time < best_time:

@@ -10,20 +10,17 @@ the cast and one copy of the gradient take 12. Here a parameter has two tensors:
                     the place of the master in its module from the beginning of forward to the end of
                     backward.
 
-    before forward  Masters that changed are copied: once in a step, however many micro-batches it has.
-                    Compute weights take the places of the masters.
+    before forward  Masters are copied: once in a step, however many micro-batches it has. Compute weights
+                    take the places of the masters.
     backward        When a compute weight has its gradient, that is added to the master's, in float32, and
                     freed.
     afterwards      The masters are back: at the end of backward, or of a forward without gradients.
-    after an update `copy_ahead` copies the masters while the device still works on the update. The host needs
-                    as long for some hundred weights as the device, which would wait for it before forward.
 
 Masters are copied again after a backward, unless it is known that no update follows (`keep`), after a step
 of their optimizer, and when torch's version counters tell of a write, such as by `load_state_dict`. The
 counters alone would not do: fused optimizers and writes to `.data` are not counted. So a trained master is
 also copied again after each forward without gradients: before the next forward, a loop may exchange weights
-for their averages. What is written to `.data` between an update and the next forward is to be announced by
-`linear.weights_changed`.
+for their averages.
 
 Copies and gradients are those of FSDP2, bit for bit. The copies stay allocated: 2 bytes for each parameter,
 1 in 8 bits, 2 and the scales if twice in 8 bits.
@@ -103,23 +100,9 @@ class ComputeWeights:
             self._swap(lambda each: (each.master, each.weight))
             self._in_place = True
 
-    def copy_ahead(self) -> None:
-        """Copies the masters for the next forward now: after an update, before the host waits for the device.
-
-        Not those whose scales are known only within a step (float8_delayed).
-        """
-        self.take_out()
-        with torch.inference_mode(False):
-            self._find_masters()
-            self.masters_changed(lambda _: True)
-            self._updates_follow = False
-            self._copy_again(ahead=True)
-
     @torch.no_grad()
-    def _copy_again(self, ahead: bool = False) -> None:
+    def _copy_again(self) -> None:
         stale = [each for each in self._copied if each.version != _version(each.master)]
-        if ahead:
-            stale = [each for each in stale if not _has_history(each.master)]
         plain = [each for each in stale if not isinstance(each.weight, RowTensor)]
         if plain:
             torch._foreach_copy_([each.weight for each in plain], [each.master for each in plain])
@@ -322,10 +305,6 @@ def _version(master: Tensor) -> int:
     parts only, and others for the whole only.
     """
     return master._version + sum(part._version for part in _parts(master))
-
-
-def _has_history(master: Tensor) -> bool:
-    return isinstance(master, MasterWeight) and master.spec.kind.has_history
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

@@ -186,37 +186,6 @@ def test_a_weight_is_quantized_once_in_a_step_for_each_use(
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "float8_tensorwise", "mxfp8"])
-def test_an_update_copies_the_masters_and_the_next_forward_copies_none(
-    world: distributed.World, kind: str
-) -> None:
-    model, plan = _model(world, _execution(None), kind)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2))
-    low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)
-    update, tokens_BS = Update(model, optimizer, world, 1.0, low), _tokens(model, 0)
-    weight = model.model.layers[0].mlp.gate_proj.weight
-
-    def forward() -> tuple[Tensor, list[str]]:
-        with _Copies(tuple(weight.shape)) as copies:
-            loss = model(tokens_BS, None, tokens_BS)
-        return loss, copies.names
-
-    loss, copied = forward()
-    loss.backward()
-    assert copied
-    with _Copies(tuple(weight.shape)) as copies:
-        update(loss.detach(), 1)
-    assert copies.names
-    second, copied = forward()
-    assert not copied
-    assert second.item() < loss.item()
-    linear.plain_rows(weight).data.mul_(3.0)  # torch counts no write
-    linear.weights_changed(model)
-    third, copied = forward()
-    assert copied
-    assert third.item() != second.item()
-
-
 class _Open:
     """A LowPrecision outside of a step."""
 
