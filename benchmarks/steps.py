@@ -15,6 +15,7 @@ the table of planned.py. Labels that did not run in the given time are listed; n
 time left than the fastest of the others took.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -214,9 +215,12 @@ def _profile(run: Any, path: Path, after: int) -> None:
     schedule = torch.profiler.schedule(wait=after - 1, warmup=1, active=PROFILED, repeat=1)
     update = training.Update.__call__
     with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
+        updates = itertools.count(1)
 
         def call(self: Any, *args: Any) -> Any:
-            result = update(self, *args)  # waits for the device at its end
+            result = update(self, *args)
+            if on_gpu and next(updates) >= after - 1:  # not in the steps that are timed, but for the last
+                torch.cuda.synchronize()  # so that a profiled step has its own update
             profiler.step()
             return result
 
@@ -245,7 +249,9 @@ def _profile(run: Any, path: Path, after: int) -> None:
 
 
 def _idle(events: Any) -> dict[str, Any]:
-    """When no kernel ran: ms by the length of the pauses, and by what came next."""
+    """When no kernel ran between the first and the last of the profiled steps: ms by the length of the
+    pauses, and by what came next.
+    """
     on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     on_gpu = [e for e in on_gpu if not e.is_user_annotation]
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in on_gpu)

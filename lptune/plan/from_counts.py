@@ -1,15 +1,13 @@
-"""Predicts the time of a training step on a GPU that is not here, from counted bytes and FLOPs. Nothing here
-is measured.
+"""Predicts the time of a training step on a GPU that is not here, from counted bytes and FLOPs.
 
 A step is a sum of parts that do not overlap: FLOPs at a rate, bytes at the bandwidth. The operations of the
 linear layers are counted on fake tensors (traffic.py). The other parts are the formulas of `parts`; their
-terms say what is read and written. The rates are assumptions for one H200, each with its reason; the first
-runs on a GPU will replace them. Another GPU is taken to reach the same share of its peaks and of its
-bandwidth, which is a weaker assumption the less the GPU is like Hopper. There are two numbers for kinds that
-lptune's own kernels multiply: at the rate that was assumed before the machine code was read, and at that of a
-library.
+terms say what is read and written. The rates are those of one training step of Llama 3.2 3B on an H100
+(docs/gpu.md), where GEMMs run faster than alone. Another GPU is taken to reach the same share of its peaks
+and of its bandwidth, which is a weaker assumption the less the GPU is like Hopper. There are two numbers
+where lptune's kernel was measured in one form, and derived or assumed in another.
 
-A prediction says which part to work on. Its error is about 20 % on Hopper, and unknown elsewhere.
+A prediction says which part to work on. It has no part for a GPU that waits for the host, nor for launches.
 """
 
 import math
@@ -19,24 +17,24 @@ from lptune import models
 from lptune.hardware.devices import Device, named_device
 from lptune.plan.traffic import layer_traffic
 
-REFERENCE = named_device("h200")
-BANDWIDTH = 4.1e12  # bytes/s: 85 % of the H200's 4.8e12, as copies reach on Hopper
-BF16 = 700e12  # FLOP/s: 71 % of 989e12, as cuBLAS reaches in large GEMMs
-LIBRARY = 1200e12  # 61 % of 1,979e12: cuBLASLt in float8; less of the peak than bf16, for power
-# Our kernels. The products of a step take 512 cycles (tile 128 x 128, step 128) or 1,024; after them, wait,
-# barriers and the start of the next load take about 230, in which float8 also adds 64 numbers a thread.
-OUR_INT8 = (1150e12, 1200e12)
-OUR_FLOAT8 = (800e12, 1000e12)
-OUR_BLOCKS = (600e12, 800e12)  # also multiplies each sum by its scales
-FLASH = (400e12, 330e12)  # flash attention 2 on Hopper, forward and backward
+REFERENCE = named_device("h100")
+BANDWIDTH = 2.86e12  # bytes/s: what a copy reached, 85 % of 3.35e12
+# Of that, what kernels reached within the step.
+QUANTIZERS, ELEMENTWISE, ADAMW = 0.84, 0.64, 0.8
+BF16 = 900e12  # FLOP/s: 919e12 in the layers, 869e12 in the head
+INT8 = 1640e12  # the kernel in Gluon
+LIBRARY = 1540e12  # cuBLASLt in float8: 1543e12 with one scale, 1522e12 with row scales and fast sums
+# Measured with tl.dot. With the kernel in Gluon: what is left of a step in which it ran `output`, too, if
+# that took as long as cuBLASLt's.
+OUR_FLOAT8 = (1137e12, 1400e12)
+OUR_BLOCKS = (850e12, 1050e12)  # not measured: three quarters, since each sum is multiplied by its scales
+FLASH = (306e12, 262e12)  # flash attention 2, forward and backward
 RATES: dict[str, dict[str, tuple[float, float]]] = {
     "none": {"forward": (BF16, BF16), "backward": (BF16, BF16)},
-    "int8_rowcol": {"forward": OUR_INT8, "backward": OUR_INT8},
-    # `output` runs in a library. Backward too with LPTUNE_TRY=cublaslt_rowwise: the second number.
-    "float8_rowwise": {"forward": (LIBRARY, LIBRARY), "backward": (OUR_FLOAT8[0], LIBRARY)},
+    "int8_rowcol": {"forward": (INT8, INT8), "backward": (INT8, INT8)},
+    "float8_rowwise": {"forward": (LIBRARY, LIBRARY), "backward": OUR_FLOAT8},
     "float8_tensorwise": {"forward": (LIBRARY, LIBRARY), "backward": (LIBRARY, LIBRARY)},
-    # LPTUNE_TRY=cublaslt_blocks: the second number.
-    "float8_blockwise": {"forward": (OUR_BLOCKS[0], 1000e12), "backward": (OUR_BLOCKS[0], 1000e12)},
+    "float8_blockwise": {"forward": OUR_BLOCKS, "backward": OUR_BLOCKS},
 }
 _FORMATS = dict.fromkeys(RATES, "e4m3") | {"none": "bf16", "int8_rowcol": "int8"}
 LOGITS_PER_CHUNK = 2**27
@@ -118,10 +116,10 @@ def parts(
     flash = 1e3 * n * (attention / FLASH[0] + 2.5 * attention / FLASH[1]) / scale.bf16
     of_a_pass = [
         Part("linear layers", (gemm[0], gemm[1])),
-        Part("quantizers", layer_ms(bytes_of("quantize"))),
+        Part("quantizers", layer_ms(bytes_of("quantize") / QUANTIZERS)),
         Part("transposes", layer_ms(bytes_of("copy"))),
         Part("attention", _same(flash)),
-        Part("elementwise", layer_ms(elementwise)),
+        Part("elementwise", layer_ms(elementwise / ELEMENTWISE)),
         Part("head", _same(1e3 * 6 * tokens * head / (BF16 * scale.bf16))),
         # Reads logits twice, writes their gradient: compiled, in bfloat16, of each chunk.
         Part("loss", _same(1e3 * 6 * tokens * vocab / bandwidth)),
@@ -132,7 +130,7 @@ def parts(
     of_an_update = [
         Part("weights", layer_ms(_weight_bytes(kind, entries, weights, head))),
         Part("norm and clipping", _same(1e3 * 12 * parameters / bandwidth)),
-        Part("AdamW", _same(1e3 * 28 * parameters / bandwidth)),  # reads g, w, m, v; writes w, m, v
+        Part("AdamW", _same(1e3 * 28 * parameters / (bandwidth * ADAMW))),  # reads g, w, m, v; writes w, m, v
     ]
     return [
         *(Part(name, per_pass(ms)) for name, ms in of_a_pass),

@@ -39,6 +39,7 @@ def test_the_needed_rate_gives_the_speed_up(predict: ModuleType) -> None:
         ("llama3_2/3b", 8192, "h200"),
         ("llama3_2/3b", 16384, "h200"),
         ("llama3_2/3b", 12288, "h100"),
+        ("llama3_1/8b", 8192, "h100"),
     ],
 )
 def test_the_documentation_has_the_predicted_numbers(

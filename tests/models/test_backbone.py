@@ -301,9 +301,12 @@ def test_two_ranks_train_like_one_and_go_on_from_checkpoints_of_either(
         ):
             ranks.run(_on_rank, 2, str(base), str(tmp_path), name, *more)
     found = losses(tmp_path / "whole")
-    assert found == pytest.approx(losses(run), rel=1e-4)
+    # Sums of gradients differ in their order; AdamW makes a step of the learning rate of a gradient near 0,
+    # whatever its sign. A wrong gradient is far outside of this.
+    assert found[0] == pytest.approx(losses(run)[0], rel=1e-6)
+    assert found == pytest.approx(losses(run), rel=1e-3)
     assert losses(tmp_path / "resumed") == found[3:]
-    assert losses(tmp_path / "of_one") == pytest.approx(losses(run)[3:], rel=1e-4)
+    assert losses(tmp_path / "of_one") == pytest.approx(losses(run)[3:], rel=1e-3)
     for file in (tmp_path / "whole" / "export").glob("*.safetensors"):
         assert (tmp_path / "resumed" / "export" / file.name).read_bytes() == file.read_bytes()
 

@@ -86,8 +86,8 @@ def predicted_report(
     """Lines for a GPU that is not here. ranges: kind -> (cautious, hopeful) speed-up over `none`."""
     lines = _heading(setting)
     lines += _wrapped(
-        "predicted, not measured: bytes and FLOPs of a step, without recomputation, at assumed rates "
-        "(docs/gpu.md). The error is about 20 % on Hopper, and unknown on other GPUs"
+        "predicted, not measured: bytes and FLOPs of a step, without recomputation, at rates of a 3B step on "
+        "one H100 (docs/gpu.md), without time in which the GPU waits. Unknown error on other GPUs"
     )
     lines += ["", *_ranking(advice, setting, "predicted"), ""]
     for kind, (cautious, hopeful) in ranges.items():
