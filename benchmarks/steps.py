@@ -227,7 +227,8 @@ def _profile(run: Any, path: Path, after: int) -> None:
         training.Update.__call__ = call  # type: ignore[method-assign]
         run()
     kernels = []
-    for each in profiler.key_averages():
+    averages = profiler.key_averages()
+    for each in averages:
         # On a GPU, count kernels only: times of operators and ranges contain those of their kernels.
         if each.is_user_annotation or (on_gpu and each.device_type != torch.autograd.DeviceType.CUDA):
             continue
@@ -241,7 +242,7 @@ def _profile(run: Any, path: Path, after: int) -> None:
     content = {
         "busy_ms": sum(ms for *_, ms in kernels),
         "idle": _idle(profiler.events()) if on_gpu else {},
-        "host": _host(profiler.key_averages()) if on_gpu else [],
+        "host": _host(averages) if on_gpu else [],
         "groups_ms": dict(groups.most_common()),
         "kernels": kernels[:40],
     }

@@ -56,8 +56,7 @@ def placed_as(like: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
     `DTensor.from_local` would move `local` to the devices of the mesh, and FSDP keeps offloaded weights in
     host memory under a mesh of GPUs: what is written to the result would be written to a copy.
     """
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
     spec = DTensorSpec(like.device_mesh, tuple(like.placements), meta)
     return DTensor(local.detach(), spec, requires_grad=False)
 
@@ -106,8 +105,11 @@ def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tenso
     out = multiply(x.to_local(grad_placements=x_grad_at), part_NK, part)
     shape = torch.Size((*x.shape[:-1], weight.shape[0]))
     # from_local would compute the shape as if all parts were equally large.
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(out, mesh, out_at, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(out, mesh, out_at, run_check=False, shape=shape, stride=_strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _axis(x_at: Placement, w_at: Placement, last: int) -> tuple[Placement, Placement, Placement, Placement]:

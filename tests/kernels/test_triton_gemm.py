@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 
 from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
 
-from lptune.kernels.triton import gemm, launch  # isort: skip  # only once there is a device
+from lptune.kernels.triton import again, gemm, launch  # isort: skip  # only once there is a device
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 assert poisoned_outputs
@@ -115,11 +115,13 @@ def test_int8_on_hopper_gives_the_same_bits(shape: tuple[int, int, int], index: 
 def test_a_launch_on_hopper_that_is_made_again_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gemm.hopper_configs(9, is_int8=True, tma=True)[0]
     monkeypatch.setattr(launch, "tuned", lambda key, configs, run, device: config)
+    a, b, scale_a, scale_b = (x.to(DEVICE) for x in _int8(1000, 400, 424))
+    plain = gemm.GemmConfig(64, 64, 4, 4, 1)
+    expected = gemm.scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, config=plain, tma=False)
+    again.forget()  # else one that another test made would be made again
     for _ in range(3):  # the first launch is remembered, with the descriptors of Gluon
-        a, b, scale_a, scale_b = (x.to(DEVICE) for x in _int8(1000, 400, 424))
-        plain = gemm.GemmConfig(64, 64, 4, 4, 1)
-        expected = gemm.scaled_mm(a, b, scale_a, scale_b, torch.bfloat16, config=plain, tma=False)
         assert same_bits(gemm.scaled_mm(a, b, scale_a, scale_b, torch.bfloat16), expected)
+    again.forget()
 
 
 @on_hopper

@@ -35,11 +35,18 @@ from lptune.models.members import MEMBERS
 from lptune.plan.dry_run import dry_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
-from tests.recipes.conftest import losses
+from tests.recipes.conftest import losses, read_metrics
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "full_finetune.py"
 H, I, TAPS, LAYERS = 64, 96, 3, 2  # noqa: E741  (sizes, as in the other files)
-COMMON = ("precision.kind=int8_rowcol", "num_steps=6", "eval_every_steps=0", "checkpoint.every_steps=3")
+# At the rate of the other tiny runs, 3e-3, one rounding to another integer moves later losses by 1e-4.
+COMMON = (
+    "precision.kind=int8_rowcol",
+    "optimizer.lr=1e-3",
+    "num_steps=6",
+    "eval_every_steps=0",
+    "checkpoint.every_steps=3",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,12 +308,13 @@ def test_two_ranks_train_like_one_and_go_on_from_checkpoints_of_either(
         ):
             ranks.run(_on_rank, 2, str(base), str(tmp_path), name, *more)
     found = losses(tmp_path / "whole")
-    # Sums of gradients differ in their order; AdamW makes a step of the learning rate of a gradient near 0,
-    # whatever its sign. A wrong gradient is far outside of this.
-    assert found[0] == pytest.approx(losses(run)[0], rel=1e-6)
-    assert found == pytest.approx(losses(run), rel=1e-3)
+    assert found == pytest.approx(losses(run), rel=1e-4)
+    # Before the first update the ranks have the same weights and, up to the order of a sum, gradients.
+    first, alone = (read_metrics(folder)[0] for folder in (tmp_path / "whole", run))
+    assert first["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
     assert losses(tmp_path / "resumed") == found[3:]
-    assert losses(tmp_path / "of_one") == pytest.approx(losses(run)[3:], rel=1e-3)
+    assert losses(tmp_path / "of_one") == pytest.approx(losses(run)[3:], rel=1e-4)
     for file in (tmp_path / "whole" / "export").glob("*.safetensors"):
         assert (tmp_path / "resumed" / "export" / file.name).read_bytes() == file.read_bytes()
 

@@ -233,7 +233,7 @@ def scaled_mm(
     processors = launch.num_processors(device)
 
     def launch_by(config: "GemmConfig | HopperConfig") -> Launch:
-        num_programs = processors * getattr(config, "per_processor", 1)
+        num_programs = processors * config.per_processor
         num_tiles = triton.cdiv(m, config.block_m) * triton.cdiv(n, config.block_n)
         if not isinstance(config, GemmConfig):
             from lptune.kernels.triton import hopper

@@ -60,7 +60,7 @@ INSTRUCTION_N = gl.constexpr(128)
 
 
 class HopperConfig(NamedTuple):
-    """Launch parameters of `hopper_kernel`. As lists none equals a GemmConfig: the tuner keeps lists."""
+    """Launch parameters of `hopper_kernel`. The tuner keeps lists: this one is longer than a GemmConfig."""
 
     block_m: int
     block_n: int
@@ -68,6 +68,7 @@ class HopperConfig(NamedTuple):
     num_stages: int
     num_groups: int  # that multiply, in turns: 1 or 2
     group_m: int  # rows of tiles that are computed at the same time
+    per_processor: int = 1  # programs on one processor, whose shared memory the ring takes
 
 
 INT8_CONFIGS = (
