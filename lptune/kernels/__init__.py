@@ -14,6 +14,7 @@ from lptune.kernels.delayed import (
     quantize_delayed,
     quantize_delayed_both_ways,
 )
+from lptune.kernels.grouped import group_of_rows, grouped_mm, grouped_outer, quantize_grouped_columns
 from lptune.kernels.layout import transposed_copy
 from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
@@ -87,6 +88,9 @@ __all__ = [
     "dequantize_rotated",
     "expect_gather",
     "gathered_bytes",
+    "group_of_rows",
+    "grouped_mm",
+    "grouped_outer",
     "k_major",
     "emulated_bfloat16",
     "handle_of_part",
@@ -100,6 +104,7 @@ __all__ = [
     "quantize_columns_stochastic",
     "quantize_delayed",
     "quantize_delayed_both_ways",
+    "quantize_grouped_columns",
     "quantize_mx",
     "quantize_mx_rows_and_columns",
     "quantize_packed_rows",

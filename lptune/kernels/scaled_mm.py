@@ -72,10 +72,23 @@ def scaled_mm(
     Raises ValueError for other dtypes and shapes.
     """
     _check(a_MK, b_KN, scale_a_M1, scale_b_1N)
-    mm = _int8_mm if a_MK.dtype == torch.int8 else _float8_mm
-    out_MN = mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, gemm, emulate)
+    out_MN = product(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, gemm, emulate)
     note(layer, gemm)
     return out_MN
+
+
+def product(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    scale_a_M1: Tensor | None,
+    scale_b_1N: Tensor | None,
+    out_dtype: torch.dtype,
+    gemm: int,
+    emulate: bool,
+) -> Tensor:
+    """`scaled_mm` within an op that counts its GEMM itself."""
+    mm = _int8_mm if a_MK.dtype == torch.int8 else _float8_mm
+    return mm(a_MK, b_KN, scale_a_M1, scale_b_1N, out_dtype, gemm, emulate)
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec
-from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.module import LowPrecisionLinear, num_groups
 from lptune.linear.plan import LayerPlan, OtherWeight, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
 from lptune.linear.verify import verify_first_update
@@ -68,7 +68,15 @@ def convert(
         )
     if precision.is_none:
         plans = [
-            LayerPlan(name, m.in_features, m.out_features, None, is_frozen=not m.weight.requires_grad)
+            LayerPlan(
+                name,
+                m.in_features,
+                m.out_features,
+                None,
+                is_frozen=not m.weight.requires_grad,
+                num_groups=num_groups(m),
+                share_used=_share_used(model, m),
+            )
             for name, m in linears.items()
         ]
         return Plan(precision.kind, tuple(plans), _frozen(model), _others(model, is_none=True))
@@ -85,6 +93,8 @@ def convert(
         for name, module in linears.items()
     }
     for name, module in linears.items():
+        if reasons[name] is None and num_groups(module):
+            reasons[name] = spec.kind.why_not_grouped(spec)
         if reasons[name] is None and small is not None and num_tokens is not None:
             reasons[name] = small(num_tokens, module.in_features, module.out_features)
         if reasons[name] is None and has_own_forward(module) and not redirect(module, dry_run=True):
@@ -107,6 +117,8 @@ def convert(
                 reason=reason,
                 number=number,
                 is_frozen=not module.weight.requires_grad,
+                num_groups=num_groups(module),
+                share_used=_share_used(model, module),
             )
         )
     if spec.multiplies_in_8_bits:
@@ -156,11 +168,7 @@ def _others(model: nn.Module, *, is_none: bool = False) -> tuple[OtherWeight, ..
 
     Of stacked experts (E, …) a token uses as many as the model's config says; without a config, all count.
     """
-    config = getattr(model, "config", None)
-    given = [
-        getattr(each, "num_experts_per_tok", None) for each in (config, getattr(config, "text_config", None))
-    ]
-    num_experts = next((each for each in given if isinstance(each, int)), math.inf)
+    num_experts = _num_experts_used(model)
     known = [
         module for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag))
     ]
@@ -178,6 +186,21 @@ def _others(model: nn.Module, *, is_none: bool = False) -> tuple[OtherWeight, ..
             num_used = int(num_rows) * math.prod(shape[1:])
             found.append(OtherWeight(name, shape, num_used, reason, not parameter.requires_grad))
     return tuple(found)
+
+
+def _num_experts_used(model: nn.Module) -> float:
+    """The number of experts that a token uses, as the model's config says; inf without one."""
+    config = getattr(model, "config", None)
+    given = [
+        getattr(each, "num_experts_per_tok", None) for each in (config, getattr(config, "text_config", None))
+    ]
+    return next((each for each in given if isinstance(each, int)), math.inf)
+
+
+def _share_used(model: nn.Module, module: nn.Module) -> float:
+    """The share of a layer's weight that multiplies a token."""
+    groups = num_groups(module)
+    return min(1.0, _num_experts_used(model) / groups) if groups else 1.0
 
 
 def _device(model: nn.Module) -> torch.device | None:
@@ -260,13 +283,13 @@ def _check_patterns(patterns: list[str], linears: dict[str, nn.Linear]) -> None:
 
 
 def _reason_to_skip(name: str, module: nn.Linear, patterns: list[str], tied: bool) -> str | None:
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear and not num_groups(module):
         return f"a subclass of nn.Linear: {type(module).__name__}"
     if tied:
         return "tied to another module's weight"
     for pattern in patterns:
         if _matches(name, pattern):
             return f"precision.skip: {pattern}"
-    if module.in_features % ALIGNMENT or module.out_features % ALIGNMENT:
+    if module.in_features % ALIGNMENT or module.out_features // max(1, num_groups(module)) % ALIGNMENT:
         return f"sizes are not multiples of {ALIGNMENT}"
     return None

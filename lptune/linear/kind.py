@@ -185,6 +185,32 @@ class Kind(ABC):
         makes the operand x of grad_weight, for all layers that read this x.
         """
 
+    # --- The three GEMMs of a grouped layer (grouped.py).
+
+    def why_not_grouped(self, spec: LinearSpec) -> str | None:
+        """Why a grouped layer of this spec stays in compute dtype; None: it need not."""
+        return f"{self.name} has no GEMMs for groups"
+
+    def grouped_forward(
+        self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end."""
+        raise ValueError(self.why_not_grouped(spec))
+
+    def grouped_backward(
+        self,
+        spec: LinearSpec,
+        g_SN: Tensor,
+        w_RK: Tensor,
+        ends_E: Tensor,
+        saved: tuple[Tensor, ...],
+        layer: Tensor,
+        needs_grad_input: bool,
+        needs_grad_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `backward`; the arguments are those of `grouped_forward`."""
+        raise ValueError(self.why_not_grouped(spec))
+
     # --- What the plan says.
 
     @abstractmethod

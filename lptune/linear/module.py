@@ -127,6 +127,13 @@ def compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     return w_NK if w_NK.dtype == dtype else cast(w_NK, dtype)
 
 
+def num_groups(module: nn.Module) -> int:
+    """The number of groups of a grouped linear layer, an nn.Linear with an attribute of this name and a
+    forward(x_SK, ends_E); 0 for any other module.
+    """
+    return int(getattr(module, "num_groups", 0))
+
+
 class _Life:
     """Owned by a layer and its shallow copies together. When it is freed, the live state of the layer number
     is removed.
@@ -143,6 +150,9 @@ class LowPrecisionLinear(nn.Linear):
     number: int
     """The layer number: the value in `handle`, for eager code and dry runs, where tensors have no values."""
 
+    _before: type[nn.Linear]
+    """The class to which `release` returns."""
+
     input_group: InputGroup | None = None
     """The layers that are expected to read the same x as this one; None if there are none."""
 
@@ -155,8 +165,15 @@ class LowPrecisionLinear(nn.Linear):
         """
         if has_own_forward(linear):
             redirect(linear)
-        linear.__class__ = spec.kind.layer_class or LowPrecisionLinear
+        before = type(linear)
+        if num_groups(linear):
+            from lptune.linear.grouped import LowPrecisionGroupedLinear  # imports this file
+
+            linear.__class__ = LowPrecisionGroupedLinear
+        else:
+            linear.__class__ = spec.kind.layer_class or LowPrecisionLinear
         assert isinstance(linear, LowPrecisionLinear)
+        linear._before = before
         linear._enter()
         linear.spec, linear.handle = spec, layer_handle(linear.number)
         linear._adopt_weight()
@@ -192,9 +209,10 @@ class LowPrecisionLinear(nn.Linear):
             plain = nn.Parameter(plain_rows(self.weight.detach()), requires_grad=self.weight.requires_grad)
             torch.utils.swap_tensors(self.weight, plain)
         LIVE.leave(self.number)
-        del self.spec, self.number, self.handle, self._life
+        before = self._before
+        del self.spec, self.number, self.handle, self._life, self._before
         vars(self).pop("input_group", None)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = before  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -224,7 +242,7 @@ class LowPrecisionLinear(nn.Linear):
                 "precision.tp_all_gather: torch's styles gather activations in compute dtype; take those of "
                 "lptune.distributed (docs/distributed.md), or set it to auto"
             )
-        out: Tensor = multiply_parts(_autocast(x), self.weight, self._multiply_part)
+        out: Tensor = multiply_parts(autocast(x), self.weight, self._multiply_part)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def forward_part(self, x: Tensor | QuantizedTokens) -> Tensor:
@@ -237,7 +255,7 @@ class LowPrecisionLinear(nn.Linear):
         if isinstance(x, QuantizedTokens):
             carrier, q, scale = x
             return self._multiply(carrier, local_part(self.weight), self.handle, (q, scale))
-        x_cast = _autocast(x)
+        x_cast = autocast(x)
         shared = self._shared(x, x_cast.dtype)
         return self._multiply(x_cast, local_part(self.weight), self.handle, shared=shared)
 
@@ -270,7 +288,8 @@ class LowPrecisionLinear(nn.Linear):
         return f"{super().extra_repr()}, {s.kind.name}: {s.output} / {s.grad_input} / {s.grad_weight}"
 
 
-def _autocast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
+    """x in the dtype of autocast, if it is enabled."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 

@@ -36,10 +36,21 @@ class LayerPlan:
     """The layer number of a converted layer. precision_plan.json leaves it out: it is of one process."""
     is_frozen: bool = False
     """Whether the weight is not trained; the layer then has no grad_weight GEMM."""
+    num_groups: int = 0
+    """Of a grouped layer (grouped.py), whose out_features are those of all groups; 0: it is none."""
+    share_used: float = 1.0
+    """The share of the weight that multiplies a token: that of the experts that the token goes to."""
+
+    @property
+    def flops_per_gemm(self) -> float:
+        """FLOPs of one GEMM per token."""
+        return 2.0 * self.in_features * self.out_features * self.share_used
 
     def columns(self) -> tuple[str, str, str, str, str]:
         """The cells of the plan table: shape, the three GEMMs, the all-gather."""
-        shape = f"{self.out_features} x {self.in_features}"
+        shape = f"{self.out_features // (self.num_groups or 1)} x {self.in_features}"
+        if self.num_groups:
+            shape = f"{self.num_groups} x {shape}"
         gemms = [self.spec.describe(gemm) if self.spec else "high" for gemm in GEMMS]
         if self.is_frozen:
             gemms[GEMMS.index("grad_weight")] = _FROZEN
@@ -124,10 +135,8 @@ class Plan:
         """FLOPs of all linear layers and other weights in forward and backward: three GEMMs of 2 * in * out
         each, two if the weight is frozen.
         """
-        linear = sum(
-            (2 if layer.is_frozen else 3) * layer.in_features * layer.out_features for layer in self.layers
-        )
-        return 2.0 * linear + sum(other.flops_per_token for other in self.others)
+        linear = sum((2 if layer.is_frozen else 3) * layer.flops_per_gemm for layer in self.layers)
+        return linear + sum(other.flops_per_token for other in self.others)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as precision_plan.json stores it."""

@@ -108,7 +108,7 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
             verified.num_gemms += sum(counts.values()) + again
             verified.num_recomputed += again
         # FLOPs per call of the layer. Recomputation is not counted, as usual for model FLOPs.
-        flops = 2.0 * layer.in_features * layer.out_features
+        flops = layer.flops_per_gemm
         needed = (True, *trained[layer.name])
         all_flops += flops * sum(needed)
         if layer.spec and layer.spec.multiplies_in_8_bits:

@@ -41,9 +41,13 @@ from lptune.kernels import (
     Packed,
     Quantized,
     dequantize_rotated,
+    group_of_rows,
+    grouped_mm,
+    grouped_outer,
     k_major,
     quantize_columns,
     quantize_columns_stochastic,
+    quantize_grouped_columns,
     quantize_packed_rows,
     quantize_rows,
     quantize_rows_and_columns,
@@ -52,6 +56,7 @@ from lptune.kernels import (
     scaled_mm,
     transposed_copy,
 )
+from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
 from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
 from lptune.linear.shared_input import Once
 from lptune.linear.weights.master_weight import GatheredWeight, TwiceQuantized
@@ -146,6 +151,99 @@ class Rowwise(Kind):
         gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
         gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer, once) if needs_grad_weight else None
         return gx_TK, gw_NK
+
+    def why_not_grouped(self, spec: LinearSpec) -> str | None:
+        if spec.stochastic:
+            return "stochastic rounding has no grouped quantizers"
+        if spec.grad_input not in ("folded", "high"):
+            return f"grad_input={spec.grad_input} has no GEMM for groups"
+        return None
+
+    def grouped_forward(
+        self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See Kind. Rows have their own scales, so x is quantized for all groups at once, as W is."""
+        saved: tuple[Tensor, ...] = (x_SK,)
+        x = None
+        if spec.output == "low" or spec.grad_weight == "folded":
+            x = quantize_rows(x_SK, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)
+        if spec.grad_weight == "folded":
+            assert x is not None
+            saved = (x.q_MK, x.scale_M1)
+        if spec.output == "high":
+            return multiply_groups(x_SK, _high_weight(spec, w_RK, x_SK.dtype), ends_E, by_rows=True), saved
+        assert x is not None
+        w, dtype, emulate = _weight_rows(spec, w_RK), x_SK.dtype, spec.emulate
+        out_SN = grouped_mm(
+            x.q_MK,
+            w.q_MK,
+            x.scale_M1,
+            w.scale_M1,
+            ends_E,
+            dtype,
+            layer,
+            OUTPUT,
+            by_rows=True,
+            emulate=emulate,
+        )
+        return out_SN, saved
+
+    def grouped_backward(
+        self,
+        spec: LinearSpec,
+        g_SN: Tensor,
+        w_RK: Tensor,
+        ends_E: Tensor,
+        saved: tuple[Tensor, ...],
+        layer: Tensor,
+        needs_grad_input: bool,
+        needs_grad_weight: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See Kind. W's scales are folded into g, for each row those of its group; columns have a scale for
+        each group.
+        """
+        dtype, emulate, gx_SK, gw_RK = g_SN.dtype, spec.emulate, None, None
+        if needs_grad_input and spec.grad_input == "high":
+            gx_SK = multiply_groups(g_SN, _high_weight(spec, w_RK, dtype), ends_E, by_rows=False)
+        elif needs_grad_input:
+            w = _weight_rows(spec, w_RK)
+            scale_EN = w.scale_M1.view(len(ends_E), -1)
+            folded_SN = g_SN.float() * scale_EN[group_of_rows(ends_E, len(g_SN))]
+            g = quantize_rows(folded_SN, spec.grad_fmt, power_of_two=spec.power_of_two)
+            gx_SK = grouped_mm(
+                g.q_MK,
+                w.q_MK,
+                g.scale_M1,
+                None,
+                ends_E,
+                dtype,
+                layer,
+                GRAD_INPUT,
+                by_rows=False,
+                emulate=emulate,
+            )
+            gx_SK = rotate(gx_SK, dtype) if spec.rotated else gx_SK
+        if needs_grad_weight and spec.grad_weight == "high":
+            gw_RK = grad_weight_of_groups(g_SN, saved[0], ends_E)
+        elif needs_grad_weight:
+            xq_SK, *folded = saved
+            columns = quantize_grouped_columns(
+                g_SN,
+                spec.grad_fmt,
+                ends_E,
+                multiplier_S1=folded[0] if folded else None,
+                power_of_two=spec.power_of_two,
+            )
+            x_scale_EK = None
+            if not folded:
+                xq_SK, x_scale_EK = quantize_grouped_columns(
+                    xq_SK, spec.fmt, ends_E, power_of_two=spec.power_of_two
+                )
+            gw_RK = grouped_outer(
+                columns.q_MK, xq_SK, columns.scale_1K, x_scale_EK, ends_E, dtype, layer, emulate=emulate
+            )
+            gw_RK = rotate(gw_RK, dtype) if spec.rotated else gw_RK
+        return gx_SK, gw_RK
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         how = getattr(spec, gemm)

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune.kernels import GEMMS, LIVE, LayerAmaxes, not_recorded
 from lptune.linear.dtensors import as_sharded
+from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
 from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
 from lptune.linear.shared_input import alone
@@ -184,24 +185,42 @@ class _Layer:
         assert isinstance(sharded, DTensor)
         return sharded.full_tensor()
 
-    def compare(self, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor, needs_grad_weight: bool) -> Tensor | None:
+    def forward(
+        self, x_TK: Tensor, weight_NK: Tensor, ends: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The forward of training. ends: of a grouped layer."""
+        spec, handle = self.module.spec, self.module.handle
+        if ends is None:
+            return spec.kind.forward(spec, x_TK, weight_NK, handle, None, alone)
+        return spec.kind.grouped_forward(spec, x_TK, weight_NK, ends, handle)
+
+    def compare(
+        self, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor, ends: Tensor | None, needs_grad_weight: bool
+    ) -> Tensor | None:
         """Measures the errors of the three GEMMs; returns grad_input as training computes it."""
         spec, handle, weight_NK = self.module.spec, self.module.handle, compute_weight(w_NK, x_TK.dtype)
         kind = spec.kind
         high_NK = self.high_weight(w_NK, x_TK)
         exact = {"x": x_TK, "w": high_NK, "g": g_TN}
         with _Operands() as operands:
-            out_TN, saved = kind.forward(spec, x_TK, weight_NK, handle, None, alone)
-            gx_TK, gw_NK = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight, alone)
+            out_TN, saved = self.forward(x_TK, weight_NK, ends)
+            if ends is None:
+                found = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight, alone)
+            else:
+                found = kind.grouped_backward(
+                    spec, g_TN, weight_NK, ends, saved, handle, True, needs_grad_weight
+                )
+            gx_TK, gw_NK = found
         exact_nonzero = {name: tensor.count_nonzero() for name, tensor in exact.items()}
         for gemm, name, nonzero, largest in operands.counts:
             exactly = exact_nonzero[name]
             self._add(f"operand {gemm} {name}", torch.stack([exactly, exactly - nonzero, largest]).double())
         assert gx_TK is not None
-        self._add("output", _sums(out_TN, x_TK @ high_NK.t()))
-        self._add("grad_input", _sums(gx_TK, g_TN @ high_NK))
+        self._add("output", _sums(out_TN, _multiply(x_TK, high_NK, ends, by_rows=True)))
+        self._add("grad_input", _sums(gx_TK, _multiply(g_TN, high_NK, ends, by_rows=False)))
         if gw_NK is not None:
-            self._add("grad_weight", _sums(gw_NK, g_TN.t() @ x_TK))
+            high = g_TN.t() @ x_TK if ends is None else grad_weight_of_groups(g_TN, x_TK, ends)
+            self._add("grad_weight", _sums(gw_NK, high))
         return gx_TK
 
     def _add(self, key: str, sums: Tensor) -> None:
@@ -225,30 +244,41 @@ class _Compared(torch.autograd.Function):
     """The layer as in training; its backward also compares. `probe` makes autograd run it."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, probe: Tensor, layer: _Layer) -> Tensor:
-        ctx.layer = layer
+    def forward(
+        ctx: Any, x_TK: Tensor, w_NK: Tensor, probe: Tensor, layer: _Layer, ends: Tensor | None
+    ) -> Tensor:
+        ctx.layer, ctx.ends = layer, ends
         ctx.save_for_backward(x_TK, w_NK, probe)
-        module, weight_NK = layer.module, compute_weight(w_NK, x_TK.dtype)
         # Nothing else may run here: selective checkpointing saves and repeats this forward op by op.
-        return module.spec.kind.forward(module.spec, x_TK, weight_NK, module.handle, None, alone)[0]
+        return layer.forward(x_TK, compute_weight(w_NK, x_TK.dtype), ends)[0]
 
     @staticmethod
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, w_NK, probe = ctx.saved_tensors
-        gx_TK = ctx.layer.compare(x_TK, w_NK, g_TN.contiguous(), ctx.needs_input_grad[1])
-        return gx_TK, None, torch.zeros_like(probe), None
+        gx_TK = ctx.layer.compare(x_TK, w_NK, g_TN.contiguous(), ctx.ends, ctx.needs_input_grad[1])
+        return gx_TK, None, torch.zeros_like(probe), None, None
 
 
-def _compared(layer: _Layer, probe: Tensor, x: Tensor, w_NK: Tensor, *_: Any, **__: Any) -> Tensor:
+def _compared(
+    layer: _Layer, probe: Tensor, x: Tensor, w_NK: Tensor, *_: Any, ends: Tensor | None = None, **__: Any
+) -> Tensor:
     """Takes the place of LowPrecisionLinear._multiply."""
-    out_TN: Tensor = _Compared.apply(x.reshape(-1, x.shape[-1]), w_NK, probe, layer)  # type: ignore[no-untyped-call]
+    x_TK = x.reshape(-1, x.shape[-1])
+    out_TN: Tensor = _Compared.apply(x_TK, w_NK, probe, layer, ends)  # type: ignore[no-untyped-call]
     return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
 
-def _high(layer: _Layer, x: Tensor, w_NK: Tensor, *_: Any, **__: Any) -> Tensor:
+def _high(layer: _Layer, x: Tensor, w_NK: Tensor, *_: Any, ends: Tensor | None = None, **__: Any) -> Tensor:
     """Takes the place of LowPrecisionLinear._multiply."""
-    out_TN = x.reshape(-1, x.shape[-1]) @ layer.high_weight(w_NK, x).t()
+    out_TN = _multiply(x.reshape(-1, x.shape[-1]), layer.high_weight(w_NK, x), ends, by_rows=True)
     return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
+
+
+def _multiply(x_TC: Tensor, w_NK: Tensor, ends: Tensor | None, *, by_rows: bool) -> Tensor:
+    """In compute dtype: x times the weight, turned if `by_rows`. ends: of a grouped layer."""
+    if ends is not None:
+        return multiply_groups(x_TC, w_NK, ends, by_rows=by_rows)
+    return x_TC @ (w_NK.t() if by_rows else w_NK)
 
 
 class _Operands(TorchDispatchMode):
@@ -261,8 +291,13 @@ class _Operands(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ops = torch.ops.lptune
-        if func in (ops.scaled_mm.default, ops.block_scaled_mm.default):
+        if func in (ops.scaled_mm.default, ops.block_scaled_mm.default, ops.grouped_mm.default):
             gemm = GEMMS[args[[each.name for each in func._schema.arguments].index("gemm")]]
+        elif func is ops.grouped_outer.default:
+            gemm = "grad_weight"
+        else:
+            gemm = None
+        if gemm is not None:
             for name, q in zip(_OPERANDS[gemm], args[:2], strict=True):
                 self.counts.append((gemm, name, *_count(q)))
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,140 @@
+"""Grouped GEMMs on 8-bit operands: E linear layers of one shape, each for a run of rows of x, as the experts
+of a mixture are.
+
+Rows are sorted by group: group e has the rows ends[e - 1] ... ends[e]. The weights of all groups are stacked,
+(E * N, K), so that a weight is a matrix as every other. How many rows a group has is data, so the loop over
+groups is inside the ops, which the compiler never looks into. An op counts itself once, however many groups
+have rows.
+
+    output, grad_input   `grouped_mm`     each group multiplies its rows by its own matrix
+    grad_weight          `grouped_outer`  each group contracts over its own rows
+
+The products of a group are those of `scaled_mm`, bit for bit. A group without rows multiplies nothing, and
+its grad_weight is 0.
+
+Shapes: S rows of all groups, E groups, K in_features, N out_features of one group.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lptune.kernels.backend import k_major
+from lptune.kernels.fakes import empty_q
+from lptune.kernels.layout import transposed_copy
+from lptune.kernels.op import op
+from lptune.kernels.quantize import quantize_columns
+from lptune.kernels.record import GRAD_WEIGHT, note
+from lptune.kernels.scaled_mm import product
+from lptune.numerics import QuantizedColumns
+
+
+def _empty_grouped(
+    a_SC: Tensor, b_RK: Tensor, ends_E: Tensor, out_dtype: torch.dtype, by_rows: bool
+) -> Tensor:
+    width = b_RK.shape[0] // ends_E.shape[0] if by_rows else b_RK.shape[1]
+    return a_SC.new_empty((a_SC.shape[0], width), dtype=out_dtype)
+
+
+@op(fake=_empty_grouped)
+def grouped_mm(
+    a_SC: Tensor,
+    b_RK: Tensor,
+    scale_a_S1: Tensor,
+    scale_b_R1: Tensor | None,
+    ends_E: Tensor,
+    out_dtype: torch.dtype,
+    layer: Tensor,
+    gemm: int,
+    *,
+    by_rows: bool,
+    emulate: bool = False,
+) -> Tensor:
+    """For each group: its rows of a times its matrix of b, turned if `by_rows`, with the scales applied.
+
+    a_SC: int8 or float8; C is K if `by_rows`, else N. b_RK: (E * N, K), the matrices of all groups.
+    scale_a_S1: float32 (S, 1). scale_b_R1: float32 (E * N, 1), only if `by_rows`; None: 1. ends_E: int32, the
+    end of each group's rows; the last is S. layer, gemm, emulate: as for `scaled_mm`.
+    """
+    assert scale_b_R1 is None or by_rows
+    found = []
+    for group, rows in _groups(ends_E):
+        size = b_RK.shape[0] // ends_E.shape[0]
+        own = slice(group * size, (group + 1) * size)
+        b_NK = b_RK[own]
+        if by_rows:
+            scale_b = None if scale_b_R1 is None else scale_b_R1[own].t()
+            b = b_NK.t()
+        else:
+            scale_b, b = None, transposed_copy(b_NK) if k_major(b_RK.device) else b_NK
+        found.append(product(a_SC[rows], b, scale_a_S1[rows], scale_b, out_dtype, gemm, emulate))
+    note(layer, gemm)
+    return torch.cat(found) if found else _empty_grouped(a_SC, b_RK, ends_E, out_dtype, by_rows)
+
+
+def _empty_outer(a_SN: Tensor, b_SK: Tensor, ends_E: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return a_SN.new_empty((ends_E.shape[0] * a_SN.shape[1], b_SK.shape[1]), dtype=out_dtype)
+
+
+@op(fake=_empty_outer)
+def grouped_outer(
+    a_SN: Tensor,
+    b_SK: Tensor,
+    scale_a_EN: Tensor,
+    scale_b_EK: Tensor | None,
+    ends_E: Tensor,
+    out_dtype: torch.dtype,
+    layer: Tensor,
+    *,
+    emulate: bool = False,
+) -> Tensor:
+    """For each group: a.T @ b over its own rows, (E * N, K), with the scales of its columns applied.
+
+    a_SN, b_SK: int8 or float8, any strides. scale_a_EN, scale_b_EK: float32, of `quantize_grouped_columns`;
+    None: 1. ends_E, layer, emulate: as for `grouped_mm`.
+    """
+    num_groups, size = scale_a_EN.shape
+    out_RK = a_SN.new_zeros((num_groups * size, b_SK.shape[1]), dtype=out_dtype)
+    for group, rows in _groups(ends_E):
+        scale_b = None if scale_b_EK is None else scale_b_EK[group, None]
+        out_RK[group * size : (group + 1) * size] = product(
+            a_SN[rows].t(), b_SK[rows], scale_a_EN[group, :, None], scale_b, out_dtype, GRAD_WEIGHT, emulate
+        )
+    note(layer, GRAD_WEIGHT)
+    return out_RK
+
+
+def _empty_grouped_columns(x_SK: Tensor, fmt: str, ends_E: Tensor) -> QuantizedColumns:
+    shape = (ends_E.shape[0], x_SK.shape[1])
+    return QuantizedColumns(empty_q(x_SK, fmt), x_SK.new_empty(shape, dtype=torch.float32))
+
+
+@op(fake=_empty_grouped_columns)
+def quantize_grouped_columns(
+    x_SK: Tensor, fmt: str, ends_E: Tensor, *, multiplier_S1: Tensor | None = None, power_of_two: bool = False
+) -> QuantizedColumns:
+    """`quantize_columns` of each group's rows: q (S, K), and a scale for each group and column, (E, K). The
+    scales of a group without rows are 0.
+    """
+    q_SK, scale_EK = _empty_grouped_columns(x_SK, fmt, ends_E)
+    scale_EK.zero_()
+    for group, rows in _groups(ends_E):
+        multiplier = None if multiplier_S1 is None else multiplier_S1[rows]
+        q, scale_1K = quantize_columns(x_SK[rows], fmt, multiplier_M1=multiplier, power_of_two=power_of_two)
+        q_SK[rows], scale_EK[group] = q, scale_1K[0]
+    return QuantizedColumns(q_SK, scale_EK)
+
+
+def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    """The number and the rows of each group that has rows."""
+    start = 0
+    for group, end in enumerate(ends_E.tolist()):
+        if end > start:
+            yield group, slice(start, end)
+        start = end
+
+
+def group_of_rows(ends_E: Tensor, num_rows: int) -> Tensor:
+    """The group of each row (S,), int64."""
+    return torch.searchsorted(ends_E, torch.arange(num_rows, device=ends_E.device), right=True)

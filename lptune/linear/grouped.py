@@ -1,0 +1,61 @@
+"""LowPrecisionGroupedLinear: E linear layers of one shape as one module, each for its own rows of x, in low
+precision. The experts of a mixture are two of them.
+
+The weight is a matrix (E * N, K), the matrices of all groups one below the other. So all that is true of the
+weight of a LowPrecisionLinear holds here: it is sharded by rows, also within a group, gathered in 8 bits, and
+kept as a compute weight; a scale belongs to a row or to the whole. What differs is the three GEMMs
+(kernels/grouped.py): each group multiplies its own rows, and contracts over them in grad_weight.
+
+The rows of x are sorted by group. How many belong to a group is data: `ends` says where each group ends.
+
+Shapes: S rows, E groups, K in_features, N out_features of one group.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lptune.linear.kind import LinearSpec
+from lptune.linear.module import LowPrecisionLinear, autocast, compute_weight, local_part
+
+
+class LowPrecisionGroupedLinear(LowPrecisionLinear):
+    """A grouped linear layer whose three GEMMs run as `spec` says. Made by `adopt`, not by a call."""
+
+    num_groups: int
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        """(S, K) -> (S, N) in x's dtype. x: compute dtype. ends: int32 (E,), the last is S."""
+        x, weight_RK = autocast(x), local_part(self.weight)
+        return self._multiply(x, weight_RK, self.handle, ends=ends)
+
+    def _multiply(  # type: ignore[override]
+        self, x: Tensor, weight_NK: Tensor, handle: Tensor, *, ends: Tensor
+    ) -> Tensor:
+        out_SN: Tensor = _GroupedGemms.apply(  # type: ignore[no-untyped-call]
+            x, weight_NK, ends, handle, self.spec
+        )
+        return out_SN
+
+
+class _GroupedGemms(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor, spec: LinearSpec
+    ) -> Tensor:
+        weight_RK = compute_weight(w_RK, x_SK.dtype)
+        out_SN, saved = spec.kind.grouped_forward(spec, x_SK, weight_RK, ends_E, layer)
+        ctx.spec = spec
+        ctx.save_for_backward(w_RK, ends_E, layer, *(saved if ctx.needs_input_grad[1] else ()))
+        return out_SN
+
+    @staticmethod
+    def backward(ctx: Any, g_SN: Tensor) -> tuple[Tensor | None, ...]:
+        w_RK, ends_E, layer, *saved = ctx.saved_tensors
+        weight_RK = compute_weight(w_RK, g_SN.dtype)
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        gx_SK, gw_RK = ctx.spec.kind.grouped_backward(
+            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs_x, needs_w
+        )
+        return gx_SK, gw_RK, None, None, None
