@@ -37,8 +37,10 @@ class Base:
 
     def build_on_meta(self, *, freeze: Iterable[str] = ()) -> models.Backbone:
         """The model without storage. freeze: patterns of parameters to freeze (models.freeze). Raises
-        UserError if its parameters do not match the stored tensors, and as `models.freeze` does.
+        UserError if its parameters do not match the stored tensors, and as `Facts.check` and `models.freeze`
+        do.
         """
+        self.config.check()
         model = models.build_on_meta(self.config)
         match_tensors(model, self.index)
         models.freeze(model, freeze)

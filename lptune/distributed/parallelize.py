@@ -94,6 +94,8 @@ def parallelize(
     mesh does not divide the model.
     """
     backbone = model if isinstance(model, Backbone) else None
+    if backbone is not None and backbone.why_not_compiled and cfg.compile != "none":
+        raise UserError(f"compile: {backbone.why_not_compiled}; set compile=none")
     if world.tensor_mesh is not None:
         # torch would warn at every export that it gathers over two axes in turn, which is necessary.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -291,6 +293,9 @@ def _expensive_ops() -> frozenset[Any]:
         torch.ops.lptune.scaled_mm.default,
         torch.ops.lptune.block_scaled_mm.default,
         torch.ops.lptune.weight_only_mm.default,
+        torch.ops.lptune.grouped_mm.default,
+        torch.ops.lptune.grouped_outer.default,
+        aten._grouped_mm.default,
     }
 
 

@@ -38,6 +38,7 @@ from lptune.hardware.trials import tries
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.document_attention import attend_documents
 from lptune.models.documents import DocumentBounds, Visibility, visibility_blocks, visibility_mask
+from lptune.models.facts import Facts
 
 BACKENDS = ("varlen", "cudnn", "flex", "documents", "sdpa", "explicit")
 
@@ -51,7 +52,7 @@ _MIN_FLOAT32_ROW = 2**15
 
 
 def choose_backend(
-    config: DecoderConfig,
+    config: Facts,
     device: torch.device,
     dtype: torch.dtype,
     *,

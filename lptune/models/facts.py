@@ -65,6 +65,11 @@ class Facts(ABC):
     def build(self) -> "Backbone":
         """The model, with weights of unspecified values on torch's default device. See `build_on_meta`."""
 
+    def check(self) -> None:  # noqa: B027  (most members have nothing to try)
+        """Tries whether the model that is built keeps documents apart, where that is not certain. Called once
+        before a run; takes seconds. Raises UserError.
+        """
+
     def attention_flops(self, lengths: "npt.ArrayLike") -> float:
         """FLOPs of the attention of all layers, forward and backward. lengths: of documents, in tokens."""
         from lptune.models.flops import attention_flops  # numpy

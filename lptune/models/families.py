@@ -309,7 +309,9 @@ def _check_supported(keys: Keys) -> str:
         )
     if family not in FAMILIES:
         # Do not suggest a similar name: programs write config.json, and qwen3_moe is no misspelt qwen3.
-        raise keys.error("model_type", f"{family!r} is not supported ({supported})")
+        raise keys.error(
+            "model_type", f"{family!r} is neither one of {supported} nor a causal model that transformers has"
+        )
     quantization = keys.get("quantization_config")
     quantization = keys.get("compression_config") if quantization is None else quantization
     if quantization is not None:

@@ -19,7 +19,16 @@ def _decoder(keys: Keys, folder: Path) -> Facts | None:
     return config_from_keys(keys) if isinstance(family, str) and family in FAMILIES else None
 
 
-MEMBERS: dict[str, Callable[[Keys, Path], Facts | None]] = {"decoder": _decoder}
+def _transformers(keys: Keys, folder: Path) -> Facts | None:
+    from lptune.models.hf.facts import read  # imports transformers
+
+    return read(keys, folder)
+
+
+MEMBERS: dict[str, Callable[[Keys, Path], Facts | None]] = {
+    "decoder": _decoder,
+    "transformers": _transformers,
+}
 """By name, in the order in which they are asked: reads the config.json of a folder; None: not its own."""
 
 

@@ -73,8 +73,8 @@ def test_gemma_patterns_place_the_sliding_layers() -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown family": ({"model_type": "lama"}, "'lama' is not supported (llama"),
-    "family named": ({"model_type": "mixtral"}, "olmo2"),
+    "unknown family": ({"model_type": "lama"}, "'lama' is neither one of llama"),
+    "family named": ({"model_type": "t5"}, "olmo2"),
     "no family": ({"model_type": None}, "expected one of llama"),
     "multimodal": ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "multimodal"),
     "multimodal gemma": ({"model_type": "gemma3"}, "multimodal"),

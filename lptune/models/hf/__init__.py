@@ -1,0 +1,11 @@
+"""transformers' own modelling code as a Backbone (models/backbone.py): any causal language model it builds.
+
+    facts.py      config.json -> HFFacts, and what is refused
+    model.py      the modules of a transformers model, under their names, with the forward of a Backbone
+    attention.py  attention and masks, registered with transformers: ours, so that documents stay apart
+    mixers.py     recurrent mixers: each document is a row of a batch of its own
+    names.py      stored tensors -> parameters, as transformers loads them
+
+Nothing outside of this folder knows of it; members.py asks it last. Only local files are read, no code that
+comes with a checkpoint runs, and nothing is unpickled: the weights are read by checkpoint/hf.py, box by box.
+"""

@@ -1,0 +1,105 @@
+"""Experts of transformers' models as grouped linear layers (models/grouped.py).
+
+transformers keeps the experts of a block in a module with parameters of three dimensions, and lets others say
+how they run (ALL_EXPERTS_FUNCTIONS). Here each such parameter becomes a GroupedLinear in the same place, so
+that the precision plan sees a linear layer. A parameter that is stored turned, (E, K, N), is turned while it
+is read and written.
+
+Shapes: T tokens, H hidden, k experts of a token, S = T * k, E experts.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lptune.models.backbone import Part
+from lptune.models.grouped import GroupedLinear, ends_of_groups
+
+NAME = "lptune"
+"""Of `run_experts` in transformers' table."""
+
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+@functools.cache
+def register() -> None:
+    """Makes transformers know `run_experts` under NAME."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+
+
+def stack(causal: nn.Module) -> dict[str, bool]:
+    """Gives all experts of `causal` grouped linear layers, in place. Returns the names of the parameters that
+    they replace, and whether the checkpoint's tensor of three dimensions is turned.
+    """
+    found: dict[str, bool] = {}
+    for prefix, module in causal.named_modules():
+        if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+            continue
+        for name in _PARAMETERS:
+            parameter = module._parameters.get(name)
+            if parameter is None or parameter.dim() != 3:
+                continue
+            num_experts, rows, columns = parameter.shape
+            if module.is_transposed:
+                rows, columns = columns, rows
+            del module._parameters[name]
+            with parameter.device:
+                module.add_module(name, GroupedLinear(num_experts, columns, rows))
+            found[f"{prefix}.{name}"] = bool(module.is_transposed)
+    return found
+
+
+def stacked_parts(parts: Sequence[Part], num_rows: int, turned: bool) -> list[Part]:
+    """The parts of a parameter (E, N, K), or (E, K, N) if `turned`, as parts of the matrix (E * N, K).
+    num_rows: N.
+    """
+    row, column = (2, 1) if turned else (1, 2)
+    found = []
+    for part in parts:
+        dims = part.dims or (0, 1, 2)
+        origin = part.origin or (0,) * sum(dim is not None for dim in dims)
+        for number in range(part.sizes[0]):
+            at = list(origin)
+            if (dim := dims[0]) is not None:
+                at[dim] += number
+            first = (part.start[0] + number) * num_rows
+            found.append(
+                Part(
+                    part.stored,
+                    (first + part.start[row], part.start[column]),
+                    (part.sizes[row], part.sizes[column]),
+                    tuple(at),
+                    (dims[row], dims[column]),
+                )
+            )
+    return found
+
+
+def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a block (T, H), as transformers' own implementations compute them.
+
+    top_k_index: (T, k), the experts of each token. top_k_weights: (T, k), their factors.
+    """
+    num_chosen = top_k_index.shape[-1]
+    chosen_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
+    x_SH = hidden_states[order_S // num_chosen]
+    up = self.gate_up_proj if self.has_gate else self.up_proj
+    ends_E = ends_of_groups(chosen_S, up.num_groups)
+    up_S = up(x_SH, ends_E)
+    if self.has_bias:
+        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        up_S = up_S + bias[chosen_S]
+    out_SH = self.down_proj(self._apply_gate(up_S) if self.has_gate else self.act_fn(up_S), ends_E)
+    if self.has_bias:
+        out_SH = out_SH + self.down_proj_bias[chosen_S]
+    if getattr(self, "has_post_expert_norm", False):
+        out_SH = self.post_expert_norm(out_SH)
+    out_SH = out_SH * top_k_weights.reshape(-1)[order_S][:, None]
+    back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    found: Tensor = out_SH[back_S].unflatten(0, (-1, num_chosen)).sum(1)
+    return found.to(hidden_states.dtype)

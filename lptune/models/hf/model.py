@@ -1,0 +1,412 @@
+"""HFModel: the modules of a transformers model, under its names, as a Backbone.
+
+The model of transformers is not wrapped: its children become those of the Backbone, so parameters have the
+names that the checkpoint's own program uses. What its forward does around them is taken apart:
+
+    tokens -> hidden states   its base model's forward, with our attention (attention.py) and document bounds
+    hidden states -> logits   the head alone; a factor and a soft-cap follow
+
+The second is tried before anything is trained: transformers' forward runs between a stub of the base model
+and a stub of the head, and must do what the facts say, or the model is refused.
+
+Buffers that no checkpoint stores (rotary frequencies) are computed as transformers does when it builds the
+model. Buffers that it stores (biases of routers) are constants: read from the checkpoint, never trained, and
+exported as they are.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lptune.base.errors import UserError
+from lptune.models.attention import choose_backend
+from lptune.models.backbone import Backbone, ChunkLoss, Part
+from lptune.models.documents import DocumentBounds
+from lptune.models.headers import open_tensors, read_index
+from lptune.models.hf import attention, experts, mixers
+from lptune.models.hf.facts import HFFacts, HFLayer, config_of, digest, quiet
+from lptune.models.hf.names import map_names
+
+_ROUTER_NAMES = ("gate", "router")
+_PROBES = (1e-3, -1.0, 7.0, -40.0, 300.0)
+
+
+class Router(nn.Linear):
+    """The linear layer that chooses experts. A class of its own keeps it in high precision: a rounding would
+    send tokens to other experts.
+    """
+
+
+class HFModel(Backbone):
+    """A causal language model of transformers."""
+
+    facts: HFFacts
+
+    def __init__(self, facts: HFFacts) -> None:
+        super().__init__()
+        self.facts = facts
+        causal = _build(facts.content, facts.where)
+        for name, child in causal.named_children():
+            self.add_module(name, child)
+        self.config = causal.config  # `linear.convert` asks it how many experts a token uses
+        self.body_name, self.blocks_name = _body_name(causal, facts.where), _blocks_name(causal, facts.where)
+        self.chunk_loss = ChunkLoss(facts.vocab_size, facts.logit_divisor, facts.logit_softcap)
+        for mixer in mixers.find(causal):
+            mixers.keep_documents_apart(mixer)
+        if facts.is_recurrent:
+            self.why_not_compiled = (
+                f"{facts.family!r} has recurrent layers, whose shapes depend on the lengths of documents"
+            )
+        stored = causal.state_dict()
+        self._parts = map_names(causal, dict(facts.stored), is_part=facts.is_part)
+        for name, turned in experts.stack(causal).items():
+            layer = causal.get_submodule(name)
+            size = layer.out_features // layer.num_groups
+            parts = self._parts.pop(name, None) or [_of_experts(name, layer, turned)]
+            self._parts[f"{name}.weight"] = experts.stacked_parts(parts, size, turned)
+        self._mapped = {part.stored for parts in self._parts.values() for part in parts}
+        self._constants = [name for name, _ in causal.named_buffers() if name in stored]
+        self._ignored = tuple(causal._keys_to_ignore_on_load_unexpected or ())
+        if facts.kept is not None:
+            kept = set(facts.kept)
+            self._remove_blocks(number for number in range(len(self.blocks)) if number not in kept)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, one for each of `facts.layers`: transformers calls them decoder layers."""
+        found = self.get_submodule(self.blocks_name)
+        assert isinstance(found, nn.ModuleList)
+        return found
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The module of the first of `facts.word_names`."""
+        return self.get_submodule(self.facts.word_names[0].rpartition(".")[0])
+
+    @property
+    def head(self) -> nn.Module:
+        """The linear layer that makes raw logits."""
+        return self.get_submodule(self.facts.word_names[1].rpartition(".")[0])
+
+    def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
+        """The last hidden state of transformers' base model (B, S, H)."""
+        arguments: dict[str, Any] = {}
+        if documents is not None:
+            arguments["position_ids"] = documents.positions_BS
+        is_recurrent = self.facts.is_recurrent
+        if not is_recurrent:
+            # Without padding, so transformers' rules of masks are those of one document: ours are added.
+            arguments["attention_mask"] = torch.ones_like(tokens_BS)
+        elif documents is not None:
+            arguments["lptune_rows"] = mixers.Rows.of(documents)
+        weight = next(self.blocks.parameters())
+        backend = self.attention_backend(
+            tokens_BS.device, weight.dtype, one_document_per_row=documents is None, seq_len=tokens_BS.shape[1]
+        )
+        with attention.running(attention.Running(documents, backend, is_recurrent)):
+            found = self.get_submodule(self.body_name)(input_ids=tokens_BS, use_cache=False, **arguments)
+        hidden_BSH: Tensor = found.last_hidden_state
+        return hidden_BSH
+
+    def attention_backend(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        one_document_per_row: bool = False,
+        seq_len: int | None = None,
+    ) -> str:
+        """The attention backend (models/attention.py) for these rows; `sdpa` for attention with sinks."""
+        if self.facts.has_sinks:
+            return "sdpa"
+        return choose_backend(
+            self.facts, device, dtype, one_document_per_row=one_document_per_row, seq_len=seq_len
+        )
+
+    def initial_value(self, name: str, seed: int) -> Tensor:
+        """No weights are made up for a model of transformers: they come from a checkpoint."""
+        raise UserError(
+            f"{self.facts.where}: lptune makes no random weights of {self.facts.family!r}; save a model with "
+            "transformers (from_config, save_pretrained) and name its folder in model.path"
+        )
+
+    def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+        """The parts as transformers loads them; without a checkpoint, one of the same name."""
+        return self._parts.get(name) or [Part(name, (0,) * len(shape), shape)]
+
+    def passes_on(self, stored: str) -> bool:
+        """Whether `stored` is a constant, or one of the tensors that transformers leaves out by name."""
+        if self.facts.is_part and stored not in self._mapped:
+            return True
+        constants = (part.stored for name in self._constants for part in self._parts.get(name, ()))
+        return stored in constants or any(re.search(pattern, stored) for pattern in self._ignored)
+
+    def reset_buffers(self, device: torch.device | str | None = None) -> None:
+        """Computes buffers as transformers does, and reads the constants from the checkpoint.
+
+        Raises UserError if the checkpoint lacks one.
+        """
+        with _parameters_on_meta():
+            made = dict(_build(self.facts.content, self.facts.where).named_buffers())
+        for name, buffer in self.named_buffers():
+            to = buffer.device if device is None else torch.device(device)
+            value = self._constant(name, made[name]) if name in self._constants else made[name]
+            module, _, last = name.rpartition(".")
+            self.get_submodule(module)._buffers[last] = value.to(to)
+
+    def _constant(self, name: str, made: Tensor) -> Tensor:
+        if not self.facts.stored:
+            return made
+        if not (parts := self._parts.get(name)):
+            raise UserError(f"{self.facts.folder}: tensor {name!r} is missing; download the checkpoint again")
+        index, (part,) = read_index(self.facts.folder), parts
+        file = self.facts.folder / index.tensors[part.stored].file
+        value: Tensor = open_tensors(file).get_tensor(part.stored)
+        if value.shape != made.shape:
+            raise UserError(
+                f"{file}: tensor {part.stored!r} has shape {list(value.shape)}, config.json asks for "
+                f"{list(made.shape)}; they do not belong together"
+            )
+        return value.to(made.dtype)
+
+    def keep_blocks(self, numbers: Sequence[int]) -> None:
+        """Removes all blocks but those with these numbers, which keep their names."""
+        self._remove_blocks(set(range(len(self.facts.layers))).difference(numbers))
+        self.facts = self.facts.with_layers(numbers)
+
+    def _remove_blocks(self, numbers: Iterable[int]) -> None:
+        removed = set(numbers)
+        config = self.get_submodule(self.body_name).config
+        for key in ("layer_types", "layers_block_type", "mlp_layer_types"):
+            if isinstance(kinds := getattr(config, key, None), list):
+                vars(config)[key] = [kind for number, kind in enumerate(kinds) if number not in removed]
+        vars(config)["num_hidden_layers"] = len(self.blocks) - len(removed)
+        for number in removed:
+            delattr(self.blocks, str(number))
+
+
+def _of_experts(name: str, layer: nn.Linear, turned: bool) -> Part:
+    """The tensor of three dimensions that `layer` replaces, whole."""
+    num_groups = int(layer.num_groups)  # type: ignore[arg-type]
+    sizes = (layer.out_features // num_groups, layer.in_features)
+    return Part(name, (0, 0, 0), (num_groups, *(sizes[::-1] if turned else sizes)))
+
+
+def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]], ...]) -> HFFacts:
+    """The facts of this config.json. Raises UserError for a model that cannot be trained exactly."""
+    with torch.device("meta"):
+        causal = _build(content, where)
+    config = causal.config
+    head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+        raise UserError(f"{where}: {type(causal).__name__} has no plain head and embedding")
+    softcap = getattr(config, "final_logit_softcapping", None)
+    divisor = _divisor_of_logits(causal, softcap, where)
+    blocks = causal.get_submodule(_blocks_name(causal, where))
+    num_heads = _integer(config, "num_attention_heads", default=1)
+    has_sinks = any(name.endswith("sinks") for name, _ in causal.named_parameters())
+    return HFFacts(
+        family=config.model_type,
+        vocab_size=head.out_features,
+        hidden_size=embedding.embedding_dim,
+        intermediate_size=_integer(config, "intermediate_size", "moe_intermediate_size", default=1),
+        num_heads=num_heads,
+        num_kv_heads=_integer(config, "num_key_value_heads", default=num_heads),
+        head_dim=_head_dim(blocks) or embedding.embedding_dim // num_heads,
+        layers=tuple(_layers(config, blocks)),
+        max_position_embeddings=_integer(config, "max_position_embeddings", default=2**20),
+        attention_softcap=getattr(config, "attn_logit_softcapping", None),
+        tied=head.weight is embedding.weight,
+        word_names=(_name_of(causal, embedding), _name_of(causal, head)),
+        notes=_notes(config, causal),
+        content=content,
+        where=where,
+        stored=stored,
+        logit_softcap=softcap,
+        logit_divisor=divisor,
+        has_sinks=has_sinks,
+        is_recurrent=bool(mixers.find(causal)),
+    )
+
+
+def _build(content: str, where: str) -> Any:
+    """transformers' model, on torch's default device, in float32, with our attention."""
+    with quiet():
+        from transformers import AutoModelForCausalLM
+
+        attention.register()
+        experts.register()
+    from_config: Any = AutoModelForCausalLM.from_config
+    try:
+        causal = from_config(
+            config_of(content, where),
+            dtype=torch.float32,
+            attn_implementation=attention.NAME,
+            experts_implementation=experts.NAME,
+        )
+    except (ValueError, ImportError, AttributeError, TypeError) as error:
+        raise UserError(f"{where}: transformers cannot build the model: {error}") from None
+    if not hasattr(causal.config, "num_hidden_layers"):
+        raise UserError(f"{where}: {type(causal).__name__} is multimodal, and the file has no text_config")
+    own = [*causal.named_parameters(recurse=False), *causal.named_buffers(recurse=False)]
+    if own:
+        raise UserError(f"{where}: {type(causal).__name__} has {own[0][0]!r} outside of its modules")
+    for module in causal.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if "experts" in dict(module.named_children()):
+            for name in _ROUTER_NAMES:
+                router = getattr(module, name, None)
+                for each in router.modules() if isinstance(router, nn.Module) else ():
+                    if type(each) is nn.Linear:
+                        each.__class__ = Router
+    return causal
+
+
+def _body_name(causal: Any, where: str) -> str:
+    """The child of `causal` that makes hidden states."""
+    head = causal.get_output_embeddings()
+    found: list[str] = [name for name, child in causal.named_children() if child is not head]
+    if len(found) != 1:
+        raise UserError(f"{where}: {type(causal).__name__} has the parts {found} beside its head")
+    return found[0]
+
+
+def _blocks_name(causal: Any, where: str) -> str:
+    """The list of blocks."""
+    count = causal.config.num_hidden_layers
+    found: list[str] = [
+        name
+        for name, module in causal.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and name.count(".") == 1
+    ]
+    if len(found) != 1:
+        raise UserError(f"{where}: {type(causal).__name__} has {len(found)} lists of {count} blocks, not one")
+    return found[0]
+
+
+def _layers(config: Any, blocks: nn.Module) -> Iterator[HFLayer]:
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    for number, block in enumerate(blocks.children()):
+        kind = str(kinds[number]) if isinstance(kinds, list) else "full_attention"
+        window = getattr(config, "sliding_window", None)
+        modules = [(name, type(each).__name__) for name, each in block.named_modules()]
+        shapes = [(name, tuple(each.shape)) for name, each in block.named_parameters()]
+        yield HFLayer(
+            window=window if kinds is None or "sliding" in kind else None,
+            kind=kind,
+            modules=digest([*modules, *shapes]),
+        )
+
+
+def _notes(config: Any, causal: Any) -> tuple[str, ...]:
+    notes = []
+    strict = causal._keep_in_fp32_modules_strict or ()
+    if any(part in name for part in strict for name, _ in causal.named_parameters()):
+        notes.append(
+            f"{config.model_type}: its router runs in compute_dtype; transformers keeps it in float32"
+        )
+    if getattr(config, "router_aux_loss_coef", None):
+        notes.append(
+            "router_aux_loss_coef: the load-balancing loss of the experts is not added, as in transformers "
+            "without output_router_logits"
+        )
+    return tuple(notes)
+
+
+def _integer(config: Any, *names: str, default: int) -> int:
+    """The first of these settings that is an integer, or a list of them: the largest."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+            return int(max(value))
+        if isinstance(value, int) and value > 0:
+            return value
+    return default
+
+
+def _head_dim(blocks: nn.Module) -> int:
+    """The largest size of a head that a module of the blocks names; 0: none does."""
+    found = [getattr(each, name, 0) for each in blocks.modules() for name in ("head_dim", "qk_head_dim")]
+    return max((size for size in found if isinstance(size, int)), default=0)
+
+
+def _name_of(causal: Any, module: nn.Module) -> str:
+    name: str = next(name for name, each in causal.named_modules() if each is module)
+    return f"{name}.weight"
+
+
+class _Between(nn.Module):
+    """Stands in for a module: keeps what it gets, and returns a given value. Attributes are the module's."""
+
+    def __init__(self, module: nn.Module, value: Any) -> None:
+        super().__init__()
+        self.value, self.got = value, list[Any]()
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def forward(self, *args: Any, **_: Any) -> Any:
+        self.got.extend(args)
+        return self.value
+
+
+class _Output(dict[str, Any]):
+    """The result of a base model of which only the hidden states are known."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.get("last_hidden_state") if key == 0 else self.get(key)
+
+
+def _divisor_of_logits(causal: Any, softcap: float | None, where: str) -> float:
+    """By what the logits are divided. Raises UserError if transformers does anything but divide and soft-cap
+    them, or gives the head other hidden states than the base model's.
+    """
+    hidden = torch.arange(float(len(_PROBES))).view(1, -1, 1)
+    raw = torch.tensor(_PROBES).view(1, -1, 1)
+    body_name, head = _body_name(causal, where), causal.get_output_embeddings()
+    head_name = next(name for name, child in causal.named_children() if child is head)
+    children = dict(causal._modules)
+    stub = _Between(head, raw)
+    causal._modules[body_name] = _Between(children[body_name], _Output(last_hidden_state=hidden))
+    causal._modules[head_name] = stub
+    try:
+        found = causal(input_ids=torch.zeros(1, len(_PROBES), dtype=torch.int64), use_cache=False).logits
+    except Exception as error:  # whatever a model of transformers raises
+        raise UserError(f"{where}: the head of {type(causal).__name__} cannot be tried: {error}") from None
+    finally:
+        causal._modules.update(children)
+    divisor = float(raw[0, 0, 0] / found[0, 0, 0])
+    divisor = 1.0 if abs(divisor - 1) < 1e-5 else divisor
+    expected = ChunkLoss(1, divisor, softcap).finish(raw)
+    if not torch.equal(stub.got[0], hidden) or not torch.allclose(found, expected, rtol=1e-5, atol=0.0):
+        raise UserError(
+            f"{where}: {type(causal).__name__} changes its logits or the head's input in a way that lptune "
+            "does not know"
+        )
+    return divisor
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within it, modules that are made have their parameters on meta, and their buffers with values."""
+    register: Any = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,135 @@
+"""Which boxes of which stored tensors each parameter of a transformers model is made of.
+
+transformers loads many checkpoints by a table: it renames tensors, stacks experts that are stored one by one,
+and joins gate and up. The table's own functions say for each stored name which parameter it belongs to; what
+its operations do to the values is followed here as boxes (`Part`), so that a rank reads only what it holds,
+and an export stores what the base stored. An operation that makes no boxes is refused by name.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from lptune.base.errors import UserError
+from lptune.models.backbone import Part
+
+
+class _Box(NamedTuple):
+    """A stored tensor within what it becomes."""
+
+    stored: str
+    sizes: tuple[int, ...]
+    """Of what it becomes: 1 in a dimension that the tensor does not have."""
+    dims: tuple[int | None, ...]
+    """For each dimension the tensor's own; None: it has none."""
+    start: tuple[int, ...]
+
+
+_OF_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
+
+
+def map_names(
+    model: Any, shapes: Mapping[str, tuple[int, ...]], *, is_part: bool = False
+) -> dict[str, list[Part]]:
+    """Parameter or buffer of `model` -> its parts, for the stored tensors with these shapes. Tensors that
+    belong to neither are left out. model: of transformers. is_part: the folder is of a larger model, whose
+    text part has a prefix. Raises UserError for a layout without boxes.
+    """
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    table = get_model_conversion_mapping(model)
+    renamings = [each for each in table if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in table if isinstance(each, loading.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    known = model.state_dict()
+    prefix = model.base_model_prefix
+    found: dict[str, list[Part]] = {}
+    gathered: dict[str, dict[str, list[str]]] = {}
+    for stored in sorted(shapes, key=loading.dot_natural_key):
+        text = _OF_TEXT.sub("", stored) if is_part else stored
+        text = f"model.{text}" if text != stored and not text.startswith("lm_head.") else text
+        if text in known:
+            found[text] = [Part(stored, (0,) * len(shapes[stored]), shapes[stored])]
+            continue
+        name, pattern = loading.rename_source_key(text, renamings, converters, prefix, known)
+        if pattern is not None:
+            gathered.setdefault(name, {}).setdefault(pattern, []).append(stored)
+        elif name in known:
+            found[name] = [Part(stored, (0,) * len(shapes[stored]), shapes[stored])]
+    for name, sources in gathered.items():
+        converter = by_pattern[next(iter(sources))]
+        boxes = {
+            pattern: [_whole(stored, shapes[stored]) for stored in sources[pattern]]
+            for pattern in converter.source_patterns
+            if pattern in sources
+        }
+        if name in known:
+            found[name] = [_part(box) for box in _follow(name, boxes, converter)]
+    return found
+
+
+def _whole(stored: str, shape: tuple[int, ...]) -> _Box:
+    return _Box(stored, shape, tuple(range(len(shape))), (0,) * len(shape))
+
+
+def _part(box: _Box) -> Part:
+    return Part(box.stored, box.start, box.sizes, dims=box.dims)
+
+
+def _follow(name: str, boxes: dict[str, list[_Box]], converter: Any) -> list[_Box]:
+    """The boxes after the operations of `converter`. boxes: by pattern, in the order of the patterns."""
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        if kind == "MergeModulelist":
+            boxes = {pattern: _stacked(each, operation.dim) for pattern, each in boxes.items()}
+        elif kind == "Concatenate":
+            boxes = {name: _joined(boxes.values(), operation.dim)}
+        elif kind == "Transpose" and not operation.check_dims:
+            boxes = {
+                pattern: [_turned(box, operation.dim0, operation.dim1) for box in each]
+                for pattern, each in boxes.items()
+            }
+        else:
+            raise UserError(
+                f"model.path: {name} is stored in a layout that lptune cannot read ({kind} in transformers); "
+                "save the model with a layout of its own, or choose another checkpoint"
+            )
+    if len(boxes) != 1 or len(converter.target_patterns) != 1:
+        raise UserError(f"model.path: {name} is one of several that are stored as one; lptune cannot read it")
+    return next(iter(boxes.values()))
+
+
+def _stacked(boxes: list[_Box], dim: int) -> list[_Box]:
+    """The same boxes one after the other along a new dimension."""
+    return [
+        _Box(
+            box.stored,
+            (*box.sizes[:dim], 1, *box.sizes[dim:]),
+            (*box.dims[:dim], None, *box.dims[dim:]),
+            (*box.start[:dim], number, *box.start[dim:]),
+        )
+        for number, box in enumerate(boxes)
+    ]
+
+
+def _joined(groups: Iterable[list[_Box]], dim: int) -> list[_Box]:
+    """Groups of boxes one after the other along `dim`. Each group fills what its boxes reach."""
+    found, first = list[_Box](), 0
+    for group in groups:
+        for box in group:
+            start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+            found.append(box._replace(start=start))
+        first += max(box.start[dim] + box.sizes[dim] for box in group)
+    return found
+
+
+def _turned(box: _Box, one: int, other: int) -> _Box:
+    order = list(range(len(box.sizes)))
+    order[one], order[other] = other, one
+    return _Box(
+        box.stored,
+        tuple(box.sizes[i] for i in order),
+        tuple(box.dims[i] for i in order),
+        tuple(box.start[i] for i in order),
+    )

@@ -1,0 +1,173 @@
+"""Models of transformers through the recipe: mixtures of experts in 8 bits on one and two ranks, a hybrid, a
+checkpoint that stores experts turned. Exports are read back by transformers, and say the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lptune import distributed, models
+from lptune.base.errors import UserError
+from lptune.cli import recipe
+from lptune.config import FinetuneConfig, PrecisionConfig, load_config
+from lptune.inference import load_model
+from lptune.plan.dry_run import dry_run
+from tests.helpers import hf_types
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_recipe import make_checkpoint, write_config
+from tests.recipes.conftest import losses, read_metrics
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "full_finetune.py"
+COMMON = (
+    "precision.kind=int8_rotated",
+    "optimizer.lr=1e-3",
+    "num_steps=6",
+    "eval_every_steps=0",
+    "checkpoint.every_steps=3",
+)
+KINDS = ("qwen3_moe", "gpt_oss", "lfm2_moe")
+
+
+def _make(kind: str, folder: Path, **more: Any) -> Path:
+    base = make_checkpoint(folder)
+    model = hf_types.causal(kind, vocab_size=hf_types.vocab_size(base), **more)
+    with torch.no_grad():  # a model of small weights learns; the large ones are for comparisons
+        for parameter in model.parameters():
+            parameter.mul_(0.3) if parameter.dim() > 1 else None
+    return hf_types.save_with_tokenizer(model, base)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("bases")
+    return {kind: _make(kind, folder / kind) for kind in KINDS}
+
+
+def _train(base: Path, folder: Path, name: str, *more: str, rank: int = 0) -> Path:
+    config = write_config(folder / f"{name}-{rank}.yaml", base, folder / name)
+    recipe.load_main(RECIPE)(load_config(FinetuneConfig, config, [*COMMON, *more]))
+    return folder / name
+
+
+def _on_rank(rank: int, num_ranks: int, base: str, folder: str, name: str, *more: str) -> None:
+    _train(Path(base), Path(folder), name, *more, rank=rank)
+
+
+@pytest.fixture(scope="module")
+def runs(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind: _train(bases[kind], folder, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_with_experts_in_8_bits_and_goes_on_bit_for_bit(
+    kind: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    run = runs[kind]
+    found = losses(run)
+    assert found[-1] < found[0]
+    plan = json.loads((run / "precision_plan.json").read_text(encoding="utf-8"))
+    experts = [layer for layer in plan["layers"] if "experts" in layer["name"] and layer["spec"]]
+    assert len(experts) == 2 * {"qwen3_moe": 4, "gpt_oss": 4, "lfm2_moe": 3}[kind]
+    resumed = _train(bases[kind], tmp_path, "resumed", f"resume={run / 'checkpoints' / 'step-00000003'}")
+    assert losses(resumed) == found[3:]
+    for file in (run / "export").glob("*.safetensors"):
+        assert (resumed / "export" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_the_export_and_says_the_same(
+    kind: str, bases: dict[str, Path], runs: dict[str, Path]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export = runs[kind] / "export"
+    before, after = (load_file(folder / "model.safetensors") for folder in (bases[kind], export))
+    assert {name: (each.dtype, each.shape) for name, each in after.items()} == {
+        name: (each.dtype, each.shape) for name, each in before.items()
+    }
+    reference = AutoModelForCausalLM.from_pretrained(export, attn_implementation="eager").float().eval()
+    with distributed.session("cpu") as world:
+        loaded = load_model(str(export), PrecisionConfig(kind="none"), "float32", world, num_tokens=12)
+    tokens_BS = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+    rows = tokens_BS.tolist()
+    with torch.no_grad():
+        expected = reference(input_ids=tokens_BS, use_cache=False).logits
+        found = loaded.model(tokens_BS)
+        assert float((found - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+        greedy = reference.generate(tokens_BS, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        for _ in range(8):
+            lengths_B = torch.tensor([len(row) for row in rows])
+            for row, logits_V in zip(
+                rows, loaded.model.next_logits(torch.tensor(rows), lengths_B, None), strict=True
+            ):
+                row.append(int(logits_V.argmax()))
+    assert rows == greedy.tolist()
+
+
+def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
+    bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    half_way = Path("checkpoints", "step-00000003")
+    base = str(bases["qwen3_moe"])
+    with Ranks(2) as ranks:
+        for name, more in (
+            ("low", ["precision.all_gather=low"]),
+            ("high", ["precision.all_gather=high"]),
+            ("of_one", [f"resume={runs['qwen3_moe'] / half_way}"]),
+        ):
+            ranks.run(_on_rank, 2, base, str(tmp_path), name, *more)
+    found = losses(tmp_path / "low")
+    assert losses(tmp_path / "high") == found  # bit for bit
+    alone = losses(runs["qwen3_moe"])
+    first, of_alone = read_metrics(tmp_path / "low")[0], read_metrics(runs["qwen3_moe"])[0]
+    assert first["loss"] == pytest.approx(of_alone["loss"], rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(of_alone["grad_norm"], rel=1e-5)
+    # Later a rounding sends a token to another expert.
+    assert found == pytest.approx(alone, rel=1e-3)
+    assert losses(tmp_path / "of_one") == pytest.approx(alone[3:], rel=1e-3)
+
+
+def test_recomputation_changes_no_bit(bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
+    for kind in ("gpt_oss", "lfm2_moe"):
+        for mode in ("full", "selective"):
+            name = f"{kind}-{mode}"
+            again = _train(bases[kind], tmp_path, name, f"activation_checkpointing={mode}", "num_steps=3")
+            assert losses(again) == losses(runs[kind])[:3]
+
+
+def test_what_such_a_model_cannot_do_is_one_line(bases: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"compile: 'lfm2_moe' has recurrent layers.*set compile=none"):
+        _train(bases["lfm2_moe"], tmp_path, "compiled", "compile=block")
+    with pytest.raises(UserError, match="no random weights of 'qwen3_moe'"):
+        models.build_on_meta(models.read_config(bases["qwen3_moe"])).init_weights(0)
+
+
+def test_a_large_mixture_is_planned(tmp_path: Path) -> None:
+    """Qwen3-30B-A3B on 8 GPUs: nearly all FLOPs are in 8 bits, and gathers take half of bfloat16's bytes."""
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    hf_types.config("qwen3_moe", **sizes).save_pretrained(tmp_path)
+    facts = models.read_config(tmp_path)
+    config = write_config(tmp_path / "c.yaml", tmp_path, tmp_path / "run")
+    rows = ("data.seq_len=4096", "micro_batch_size=1", "global_batch_size=8", "device=auto")
+    cfg = load_config(FinetuneConfig, config, [*COMMON, *rows, "compute_dtype=bfloat16"])
+    found = dry_run(cfg, facts, world_size=8)
+    assert found.num_parameters == 30_532_122_624  # as published
+    low = sum(3 * layer.flops_per_gemm for layer in found.plan.converted)
+    assert low / found.plan.flops_per_token > 0.85
+    gathered = found.collectives.num_bytes(operation="all_gather")
+    assert gathered < 0.56 * 2 * 2 * found.num_parameters  # of bfloat16, in forward and in backward

@@ -1,0 +1,177 @@
+"""Every causal model type of transformers that our own decoder does not build: loaded by lptune's names map,
+with packed documents, against transformers' own eager attention on each document alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lptune import checkpoint, linear, models
+from lptune.base.errors import UserError
+from lptune.linear.verify import verify_step
+from lptune.models import DocumentBounds
+from lptune.models.hf import attention, check, mixers
+from tests.helpers import hf_types
+
+LENGTHS = ((20, 11, 17), (5, 43))
+SEQ_LEN = sum(LENGTHS[0])
+
+
+def bounds() -> DocumentBounds:
+    rows = LENGTHS
+    starts = [
+        row * SEQ_LEN + sum(lengths[:n]) for row, lengths in enumerate(rows) for n in range(len(lengths))
+    ]
+    num_tokens = len(rows) * SEQ_LEN
+    return DocumentBounds(
+        torch.tensor([[place for length in row for place in range(length)] for row in rows]),
+        torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in rows]),
+        torch.tensor([*starts, *[num_tokens] * (num_tokens + 1 - len(starts))], dtype=torch.int32),
+    )
+
+
+def loaded(folder: Path) -> models.Backbone:
+    """The model of `folder`, every value of which was read or computed."""
+    base = checkpoint.read_base(str(folder), print)
+    model = models.build_on_meta(base.config).to_empty(device="cpu")
+    with torch.no_grad():
+        for each in (*model.parameters(), *model.buffers()):
+            each.fill_(torch.nan) if each.is_floating_point() else each.fill_(-1)
+    model.reset_buffers("cpu")
+    checkpoint.load_hf(model, base.index)
+    return model
+
+
+def alone(reference: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+    """Logits (B, S, V), each document by itself."""
+    rows = []
+    for row, lengths in enumerate(LENGTHS):
+        parts = tokens_BS[row].split(list(lengths))
+        rows.append(torch.cat([reference(input_ids=part[None], use_cache=False).logits[0] for part in parts]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", hf_types.TYPES)
+def test_packed_documents_have_the_logits_that_transformers_gives_each_alone(
+    kind: str, tmp_path: Path
+) -> None:
+    reference = hf_types.causal(kind)
+    reference.save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    model.facts.check()
+    tokens_BS = torch.randint(3, 256, (len(LENGTHS), SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = alone(reference, tokens_BS)
+        found = model(tokens_BS, bounds())
+    # Float32: 4 blocks of at most 128 products in a row, whose order differs.
+    assert float((found - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+    # And it trains: three GEMMs in 8 bits in each converted layer, a gradient in each parameter that has one.
+    plan = linear.convert(model, "int8_rowcol")
+    left = {layer.reason for layer in plan.layers if layer.spec is None}
+    odd, router = "sizes are not multiples of 16", "a subclass of nn.Linear: "
+    assert left <= {"precision.skip: lm_head", odd, f"{router}Router", f"{router}Llama4Router"}
+    with verify_step(model, plan, 1) as verified:
+        loss = model(tokens_BS, bounds(), tokens_BS)
+        loss.backward()
+    assert verified.num_gemms >= 3 * len(plan.converted)
+    assert torch.isfinite(loss)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "moe_statics" not in name:  # which transformers does not train either
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+
+
+def test_experts_are_converted_and_the_router_is_not(tmp_path: Path) -> None:
+    hf_types.config("afmoe").save_pretrained(tmp_path)
+    model = models.build_on_meta(models.read_config(tmp_path))
+    plan = linear.convert(model, "int8_rotated")
+    shapes = {layer.name: layer.columns()[0] for layer in plan.converted}
+    assert shapes["model.layers.3.mlp.experts.gate_up_proj"] == "8 x 64 x 64"
+    routers = [layer.name for layer in plan.layers if str(layer.reason).endswith("Router")]
+    assert routers == [f"model.layers.{number}.mlp.router.gate" for number in (1, 2, 3)]
+    # A token uses two of eight experts.
+    experts = [layer for layer in plan.converted if layer.num_groups]
+    assert all(layer.flops_per_gemm == 2 * layer.in_features * layer.out_features / 4 for layer in experts)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_the_text_part_of_a_model_that_sees_is_trained_and_the_rest_passes_on(
+    kind: str, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = hf_types.config(f"{kind}_text").to_dict()
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    whole = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    reference = AutoModelForImageTextToText.from_config(whole).float().eval()
+    hf_types.fill(reference)
+    reference.save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    tokens_BS = torch.randint(3, 256, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference(input_ids=tokens_BS, use_cache=False).logits
+        found = model(tokens_BS)
+    assert float((found - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+    stored = models.read_index(tmp_path).tensors
+    passed = [name for name in stored if model.passes_on(name)]
+    assert passed
+    assert all("language_model" not in name for name in passed)
+
+
+@pytest.mark.parametrize("fault", ["mask", "mixer", "window"])
+def test_a_model_whose_documents_leak_is_refused(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_types.causal("lfm2" if fault == "mixer" else "olmo3").save_pretrained(tmp_path)
+    facts = models.read_config(tmp_path)
+    facts.check()
+    if fault == "mask":
+        real = attention.make_visibility
+        monkeypatch.setattr(
+            attention, "make_visibility", lambda name, documents, *rest: real(name, None, *rest)
+        )
+    elif fault == "window":
+        monkeypatch.setattr(attention, "_window", lambda rule, seq_len: (None, True))
+    else:
+        monkeypatch.setattr(mixers, "find", lambda model: [])
+    with pytest.raises(UserError, match="documents of a packed row apart"):
+        facts.check()
+
+
+def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
+    def read(**content: object) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+        models.read_config(tmp_path)
+
+    with pytest.raises(UserError, match=r"'t5' is neither one of llama"):
+        read(model_type="t5")
+    with pytest.raises(UserError, match=r"quantized .mxfp4."):
+        read(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UserError, match="ForCausalLM"):
+        read(model_type="olmo3", architectures=["Olmo3Model"])
+    with pytest.raises(UserError, match="transformers refuses it"):
+        read(model_type="olmo3", hidden_size="wide")
+
+
+def test_a_checkpoint_without_a_constant_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    hf_types.causal("minimax_m2").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("e_score_correction_bias"))
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"e_score_correction_bias' is missing"):
+        loaded(tmp_path)
+
+
+def test_the_check_looks_at_few_words_and_experts_of_a_large_model(tmp_path: Path) -> None:
+    content = hf_types.config("qwen3_moe", vocab_size=150_000, num_experts=64).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    twin = check._twin(models.read_config(tmp_path))
+    assert twin.vocab_size == 64
+    assert models.num_parameters(models.build_on_meta(twin)) < 1_000_000
