@@ -3,9 +3,10 @@
     python -m tests.faults.resume                     # all three
     python -m tests.faults.resume exact --ranks 1 --precisions none
 
-exact: parts that end after the steps of STOPS by a SIGTERM on the last rank, each a run of the real command
-line: in the middle of an epoch, at the end of one, twice within one. Every step's loss, gradient norm,
-learning rate, number of targets and rows, and at the end every tensor, are those of one run.
+exact: parts that end after the steps of STOPS by a signal on the last rank, each a run of the real command
+line: in the middle of an epoch, at the end of one, twice within one. Every second signal is SIGKILL, which
+saves nothing; the others are SIGTERM. Every step's loss, gradient norm, learning rate, number of targets and
+rows, and at the end every tensor, are those of one run.
 
 elastic: parts on 1, 2, 4 and 1 ranks. What was loaded is what was stored, to the bit; the micro-batches are
 the same in the same order; losses agree as far as summation in another order allows.
@@ -15,6 +16,7 @@ to the bit, but for weights that the new precision itself stores in INT8: these 
 """
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -63,22 +65,18 @@ def exact(inputs: Inputs, precision: str, ranks: int, stops: Sequence[int] = STO
     expected = outcome(uninterrupted(inputs, f"whole {precision} {ranks}", ranks, *overrides))
     parted = inputs.folder / f"parted {precision} {ranks}"
     wrong = []
-    for stop_after in (*stops, None):
-        failure = run_part(inputs, parted, ranks, *overrides, stop_after=stop_after)
+    for number, stop_after in enumerate((*stops, None)):
+        by = signal.SIGKILL if number % 2 else signal.SIGTERM
+        failure = run_part(inputs, parted, ranks, *overrides, stop_after=stop_after, by=by)
         if failure:
             return [precision, ranks, len(stops), "failed"], [f"{precision}, {ranks} ranks: {failure}"]
-    for stop_after in stops:
-        wrong += _loaded_differs(parted, stop_after, exactly=True)
+    resumed_at = [int(path.stem.removeprefix("loaded-")) for path in parted.glob("loaded-*.safetensors")]
+    for step in resumed_at:
+        wrong += _loaded_differs(parted, step, exactly=True)
     found = outcome(parted)
     wrong += found.differences(expected)
     num_rows = sum(map(len, found.batches.values()))
-    row = [
-        precision,
-        ranks,
-        len(stops),
-        f"{NUM_STEPS} steps, {num_rows} rows",
-        len(found.state),
-    ]
+    row = [precision, ranks, len(resumed_at), f"{NUM_STEPS} steps, {num_rows} rows", len(found.state)]
     return row, [f"{precision}, {ranks} ranks: {line}" for line in wrong]
 
 
@@ -159,20 +157,13 @@ def main() -> None:
         if "exact" in which:
             cells = [exact(inputs, precision, ranks) for precision in args.precisions for ranks in args.ranks]
             wrong += [line for _, lines in cells for line in lines]
-            print(
-                table(("precision", "ranks", "resumes", "compared", "tensors"), [row for row, _ in cells]),
-                flush=True,
-            )
+            head = ("precision", "ranks", "resumes", "compared", "tensors")
+            print(table(head, [row for row, _ in cells]), flush=True)
         if "elastic" in which:
             cells = [elastic(inputs, precision) for precision in args.precisions]
             wrong += [line for _, lines in cells for line in lines]
-            print(
-                table(
-                    ("precision, 1 -> 2 -> 4 -> 1 ranks", "loaded", "losses off by", "allowed"),
-                    [row for row, _ in cells],
-                ),
-                flush=True,
-            )
+            head = ("precision, 1 -> 2 -> 4 -> 1 ranks", "loaded", "losses off by", "allowed")
+            print(table(head, [row for row, _ in cells]), flush=True)
         if "precisions" in which:
             rows, lines = precisions(inputs)
             wrong += lines
