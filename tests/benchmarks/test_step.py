@@ -1,11 +1,10 @@
 """The comparison of training steps on a tiny model: who is in its table, and what it refuses to compare."""
 
-import importlib
 import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +22,9 @@ TINY = [f"--{name}={size}" for name, size in {**SIZES, **ROWS}.items()]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def script(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "argv", ["step.py", *TINY])
-    before = set(sys.modules)
-    yield importlib.import_module("step")
-    for name in set(sys.modules) - before:
-        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
-            del sys.modules[name]
+    return load("step")
 
 
 @pytest.fixture(scope="module")
