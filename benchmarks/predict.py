@@ -8,10 +8,10 @@ The model of a step, its assumptions and its error: lptune/plan/from_counts.py.
 import math
 
 import harness
+from traffic import KINDS, config_of
 
 from lptune.hardware.devices import Device, named_device
 from lptune.plan.from_counts import BF16, REFERENCE, Part, parts, total
-from lptune.plan.traffic import KINDS, config_of
 
 
 def needed_rate(found: list[Part], bf16_ms: float, speedup: float, flops: float) -> float:

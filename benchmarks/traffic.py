@@ -5,9 +5,33 @@
 The counting is lptune/plan/traffic.py, which says what is counted.
 """
 
+from collections import Counter
+
 import harness
 
-from lptune.plan.traffic import KINDS, config_of, layer_traffic, totals
+from lptune import models
+from lptune.plan.traffic import PASSES, Entry, layer_traffic
+
+KINDS = ("none", "int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
+LAUNCHES = dict.fromkeys(PASSES, 3)
+"""Kernels of an op, if it has several: zeros for the amaxes, the amaxes, the values."""
+
+
+def config_of(preset: str) -> models.Facts:
+    """The config of a preset such as `llama3_2/3b`."""
+    family, _, size = preset.partition("/")
+    return models.config_from_dict(models.PRESETS[family][size], f"preset {preset}")
+
+
+def totals(entries: list[Entry]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(phase, class) -> (launches, bytes moved), without repeated operations, as compiled code has them."""
+    launches: Counter[tuple[str, str]] = Counter()
+    moved: Counter[tuple[str, str]] = Counter()
+    for each in entries:
+        if not each.repeated:
+            launches[each.phase, each.what] += LAUNCHES.get(each.name, 1)
+            moved[each.phase, each.what] += each.moved
+    return {key: (launches[key], moved[key]) for key in launches}
 
 
 def main() -> None:

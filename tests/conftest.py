@@ -4,9 +4,12 @@ import gc
 import hashlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.ranks import Ranks
 
 try:
     from hypothesis import settings
@@ -47,15 +50,15 @@ for _name, _value in {
 
 LONGEST = (
     "recipes/test_full_finetune.py",
+    "recipes/test_shadow.py",
+    "recipes/test_every_recipe.py",
     "faults/test_faults.py",
     "distributed/test_gather.py",
     "plan/test_dry_run.py",
-    "recipes/test_shadow.py",
     "cli/test_run.py",
     "kernels/test_triton_interpreted.py",
     "proofs/test_rank_matrix.py",
     "proofs/test_matrix.py",
-    "recipes/test_no_silent_fallback.py",
     "recipes/test_real_assets.py",
 )
 """The files that take longest. They run first, in this order, so that the workers of xdist end together."""
@@ -74,6 +77,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Up to four processes, started when a test needs them, which stay for the other tests of its file."""
+    with Ranks(4) as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

@@ -358,7 +358,6 @@ STARTED_BY = {
     "tests/helpers/fork_server.py": "forked off one that has imported torch",
     "tests/faults/kills.py": "forked off one that has just prepared what is killed",
     "tests/proofs/bits.py": "imports no helper, for it runs any commit",
-    "tests/faults/adversary/child.py": "starts none: pretends to a command line",
     "tests/base/test_errors.py": "starts none: compares a text",
     "tests/data/test_templates.py": "forks itself: what a fork inherits is the test",
 }

@@ -12,7 +12,7 @@ import pytest
 from lptune.launch import preemption
 from tests.helpers import cold
 
-NUMBERS = sorted(preemption.SIGNALS)
+NUMBERS = (signal.SIGTERM, signal.SIGINT)  # preemption.py treats the others as SIGTERM
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def start(script: str, *arguments: str, **variables: str) -> cold.Process:
     return process
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", sorted(preemption.SIGNALS))
 def test_before_the_first_question_a_signal_ends_the_process_at_once(number: signal.Signals) -> None:
     process = start("preemption.listen(); print('ready', flush=True); import time; time.sleep(60)")
     process.send_signal(number)

@@ -6,17 +6,15 @@ teacher.load()                              after the student has its storage
 teacher.low                                 verifies its passes (training.State); None: no model runs
 loss_BS = student(tokens_BS, documents, labels_BS, teacher.objective(batch))
 
-live.py      the model
+live.py      the model, and its step for `lptune plan`
 stored.py    the folder
 top_k.py     the k most probable words of a token
 files.py     the format of the folder
 job.py       LogitsJob, which fills the folder (recipes/precompute_logits.py)
-planned.py   the step of distill, for `lptune plan`
 """
 
 from lptune.distillation.job import LogitsJob
-from lptune.distillation.live import LiveTeacher
-from lptune.distillation.planned import planned_step
+from lptune.distillation.live import LiveTeacher, planned_step
 from lptune.distillation.stored import StoredTeacher, Teacher, open_teacher
 from lptune.distillation.top_k import TopK, top_k
 

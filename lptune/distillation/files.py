@@ -18,11 +18,12 @@ document at a time, after which the checksum tells whether they are what was wri
 """
 
 import bisect
+import functools
 import hashlib
+import itertools
 import json
 import os
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -59,10 +60,6 @@ class FileEntry:
     num_bytes: int
     digest: str
     """sha256 of its checksums."""
-
-
-_ENTRY = (str, int, int, int, int, str)
-"""The types of FileEntry's fields."""
 
 
 @dataclass(frozen=True)
@@ -122,33 +119,24 @@ def read_index(folder: Path) -> Index | None:
     return Index(folder, content)
 
 
+_MADE_WITH = {
+    "the teacher's weights", "the teacher's config.json", "tokens", "documents", "logits.top_k", "vocab_size",
+    "temperatures",
+}  # fmt: skip
+
+
 def _is_index(content: dict[str, Any]) -> bool:
-    """Whether everything that is read from an index is there, and of its type. Files follow each other."""
-    types = {"num_documents": int, "num_targets": int, "started_on": str, "rows": dict, "is_complete": bool}
-    of_made_with: dict[str, type] = {
-        "the teacher's weights": str,
-        "the teacher's config.json": str,
-        "tokens": str,
-    }
-    of_made_with |= {"documents": str, "logits.top_k": int, "vocab_size": int, "temperatures": list}
+    """Whether everything that is read from an index is there. Files follow each other."""
     try:
-        made_with, files = content["made_with"], [FileEntry(**each) for each in content["files"]]
-        if not all(type(content[key]) is type_ for key, type_ in types.items()):
-            return False
-        if not all(type(made_with[key]) is type_ for key, type_ in of_made_with.items()):
-            return False
+        files = [FileEntry(**each) for each in content["files"]]
+        stops = [0, *itertools.accumulate(each.num_documents for each in files)]
+        follow = [each.first_document for each in files] == stops[:-1]
+        are_beside = all(Path(each.name).name == each.name for each in files)
+        is_whole = stops[-1] == content["num_documents"] or not content["is_complete"]
         date.fromisoformat(content["started_on"])
-        stop = 0
-        for each in files:
-            is_typed = all(
-                type(value) is type_ for value, type_ in zip(vars(each).values(), _ENTRY, strict=True)
-            )
-            if not is_typed or each.first_document != stop or Path(each.name).name != each.name:
-                return False
-            stop += each.num_documents
-        is_whole = stop == content["num_documents"] or not content["is_complete"]
-        return is_whole and all(type(each) is float and each > 0 for each in made_with["temperatures"])
-    except (LookupError, TypeError, ValueError):
+        keys = content["made_with"].keys() >= _MADE_WITH and content.keys() >= {"rows", "num_targets"}
+        return bool(follow and are_beside and is_whole and keys)
+    except (LookupError, TypeError, ValueError, AttributeError):
         return False
 
 
@@ -217,7 +205,7 @@ class Reader:
         self._index, self._files = index, index.files
         self._first = [each.first_document for each in self._files]
         self._offsets = np.r_[0, np.cumsum(num_targets_N)].astype(np.int64)
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._file = functools.lru_cache(maxsize=_MAX_OPEN)(self._opened)
         for each in self._files:
             path = index.folder / each.name
             size = path.stat().st_size if path.is_file() else None
@@ -265,22 +253,16 @@ class Reader:
         # Rounding to float16 may leave a probability a little above 1; a NaN fails the comparison.
         return bool((found.log_p_Tk <= 1e-3).all() and not found.log_rest_TM.isnan().any())
 
-    def _file(self, entry: FileEntry) -> Any:
+    def _opened(self, entry: FileEntry) -> Any:
         path = self._index.folder / entry.name
-        if entry.name in self._open:
-            self._open.move_to_end(entry.name)
-        else:
-            file: Any = safe_open(os.fspath(path), framework="pt")
-            made_with, crc_D = (file.metadata() or {}).get(_KEY), file.get_tensor("crc32")
-            if made_with != self._index.made_with_digest or _digest(crc_D) != entry.digest:
-                raise UserError(
-                    f"logits.folder: {path} is not the file that {INDEX} names (damaged, or of another "
-                    "job); remove the file and run precompute_logits again"
-                )
-            self._open[entry.name] = file
-            if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
-        return self._open[entry.name]
+        file: Any = safe_open(os.fspath(path), framework="pt")
+        made_with, crc_D = (file.metadata() or {}).get(_KEY), file.get_tensor("crc32")
+        if made_with != self._index.made_with_digest or _digest(crc_D) != entry.digest:
+            raise UserError(
+                f"logits.folder: {path} is not the file that {INDEX} names (damaged, or of another job); "
+                "remove the file and run precompute_logits again"
+            )
+        return file
 
 
 def _bounds(num_targets_D: npt.NDArray[np.int64]) -> list[tuple[int, int]]:

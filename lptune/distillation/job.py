@@ -182,7 +182,6 @@ class LogitsJob:
                 with group.together((UserError, OSError), self._line_of):
                     if self._world.is_main:
                         lock = self._lock()
-                        self._check_as_read()
                         for partial in self.folder.glob(f"{TEMPORARY}logits*"):  # of a killed rank
                             remove_leftover(partial)
                 checkpoint.check_shared("logits.folder", self.folder, self._world)
@@ -207,15 +206,6 @@ class LogitsJob:
             return Lock(self.folder / _LOCK)
         except BlockingIOError:
             raise UserError(f"logits.folder: another job is writing to {self.folder}; wait for it") from None
-
-    def _check_as_read(self) -> None:
-        """Raises UserError if another job has written to the folder while this one read its data."""
-        now, before = read_index(self.folder), self._before
-        if (now and now.content) != (before and before.content):
-            raise UserError(
-                f"logits.folder: another job has written to {self.folder} meanwhile; run again, or choose "
-                "another folder"
-            )
 
     def _line_of(self, error: Exception) -> str:
         if isinstance(error, UserError):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from lptune import checkpoint, data, linear, models, training
+from lptune import checkpoint, data, linear, models
 from lptune.base.errors import UserError
 from lptune.config import DistillConfig
 from lptune.distillation.files import Index, Reader, read_index
 from lptune.distillation.job import documents_digest, rows_of, tokens_digest
-from lptune.distillation.live import LiveTeacher, config_digest
+from lptune.distillation.live import LiveTeacher, config_digest, top_k_distillation
 from lptune.distillation.top_k import at_temperature, fewer
 from lptune.distributed import World
 
@@ -90,7 +90,7 @@ class StoredTeacher:
             log_p_nk, words_nk, log_rest_nM = (each.to(device, non_blocking=True) for each in found)
             log_p_nk, log_rest_n = at_temperature(log_p_nk, log_rest_nM[:, column], goal.temperature)
             log_p_Tk[places], words_Tk[places], log_rest_T[places] = log_p_nk, words_nk, log_rest_n
-        return training.top_k_distillation(
+        return top_k_distillation(
             log_p_Tk.unflatten(0, shape), words_Tk.unflatten(0, shape), log_rest_T.unflatten(0, shape), goal
         )
 

@@ -4,8 +4,7 @@ session.py                  the process group of a run, its device and its mesh
 side_group.py               a second process group, for work that waits for disks
 compilation.py              torch.compile: its time and its caches
 parallelize.py              the order: tensor parallelism, checkpointing, compilation, FSDP2 (not on one rank)
-tensor_parallel.py          how a model is cut over the axis `tensor`
-styles.py                   how one module is cut
+tensor_parallel.py          how a module and a model are cut over the axis `tensor`
 activation_collectives.py   the collectives on activations, each with its gradient
 shards.py                   which part of a tensor this rank holds
 collective_counts.py        counts the collectives that execute; compares those of a first step with the plan
@@ -13,7 +12,6 @@ collective_counts.py        counts the collectives that execute; compares those 
 
 from lptune.config import mesh_axes
 from lptune.distributed.collective_counts import (
-    Collective,
     Collectives,
     axis_names,
     describe_collective,
@@ -23,7 +21,6 @@ from lptune.distributed.collective_counts import (
 from lptune.distributed.compilation import Compiled, CompileWatch, check_compiler, compile_forward
 from lptune.distributed.parallelize import (
     Execution,
-    Settings,
     accumulate,
     checkpoint_activations,
     keep_compute_weights,
@@ -45,7 +42,7 @@ from lptune.distributed.shards import (
     zeros_by_rows,
 )
 from lptune.distributed.side_group import SideGroup, machine_first, side_group
-from lptune.distributed.styles import (
+from lptune.distributed.tensor_parallel import (
     ColumnParallel,
     FeatureParallelNorm,
     GatheredInput,
@@ -55,12 +52,12 @@ from lptune.distributed.styles import (
     VocabParallelEmbedding,
     VocabParallelHead,
     WordParallelHead,
+    describe_mesh,
+    fused_rows,
 )
-from lptune.distributed.tensor_parallel import describe_mesh, fused_rows
 from lptune.linear import on_this_rank
 
 __all__ = [
-    "Collective",
     "Collectives",
     "ColumnParallel",
     "CompileWatch",
@@ -72,7 +69,6 @@ __all__ = [
     "Piece",
     "Replicated",
     "RowParallel",
-    "Settings",
     "SideGroup",
     "VocabParallelEmbedding",
     "VocabParallelHead",

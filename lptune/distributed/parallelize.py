@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lptune.base.errors import UserError
-from lptune.config import ParallelConfig
+from lptune.config import ParallelConfig, RunConfig
 from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_backbone
@@ -43,26 +43,6 @@ from lptune.linear import ComputeWeights, LowPrecision, gather_in_8_bits, use_co
 from lptune.models import Backbone, activate_attention
 
 BatchT = TypeVar("BatchT")
-
-
-class Settings(Protocol):
-    """The part of a config that `parallelize` reads."""
-
-    @property
-    def parallel(self) -> ParallelConfig:
-        """The section `parallel` of the config."""
-
-    @property
-    def compute_dtype(self) -> str:
-        """One of bfloat16 | float32."""
-
-    @property
-    def compile(self) -> str:
-        """One of block | model | none."""
-
-    @property
-    def activation_checkpointing(self) -> str:
-        """One of none | selective | full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +53,10 @@ class Execution:
     compute_dtype: str = "bfloat16"
     compile: str = "block"
     activation_checkpointing: str = "none"
+
+
+Settings = RunConfig | Execution
+"""What `parallelize` reads."""
 
 
 def parallelize(
@@ -90,7 +74,7 @@ def parallelize(
     stay plain tensors (`uses_fsdp`).
 
     For a Backbone that is all. For any other module, blocks: the modules to gather, compile and recompute one
-    by one; plan: for tensor parallelism, module name or glob -> style (styles.py). Raises UserError if the
+    by one; plan: for tensor parallelism, module name or glob -> style. Raises UserError if the
     mesh does not divide the model.
     """
     backbone = model if isinstance(model, Backbone) else None

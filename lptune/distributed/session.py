@@ -322,12 +322,9 @@ def _launched_as() -> tuple[int, int]:
     """(RANK, WORLD_SIZE) as the launcher set them; (0, 1) without RANK, whatever other variables are left."""
     if "RANK" not in os.environ:
         return 0, 1
-    numbers = []
-    for name, default in (("RANK", ""), ("WORLD_SIZE", "1")):
-        text = os.environ.get(name, default)
-        if not (text.isascii() and text.isdecimal()):
-            raise UserError(
-                f"{name}={text!r:.40} in the environment is not a number; unset it, or set it right"
-            )
-        numbers.append(int(text))
-    return numbers[0], numbers[1]
+    try:
+        return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError as error:
+        raise UserError(
+            f"RANK or WORLD_SIZE in the environment: {error}; unset them, or set them right"
+        ) from None

@@ -3,10 +3,9 @@
     dry_run.py            one step on fake tensors: precision, memory and collectives of each rank
     repeated_blocks.py    runs one of blocks that are alike
     memory.py             the log of allocations, and its peak
-    dry_run_report.py     the text
     fit.py                whether it fits a GPU, and which changes make it fit
     traffic.py            the operations of a layer, and the bytes that they move
     from_counts.py        from these counts and FLOPs to the time of a step on a GPU that is not here
 
-`lptune plan` shows the first five, and `lptune advise` the last two.
+`lptune plan` shows the first four, and `lptune advise` the last two.
 """

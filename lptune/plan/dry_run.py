@@ -33,19 +33,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from lptune import distributed, linear, models
 from lptune.base.errors import UserError
+from lptune.base.text import flop_text, size_text, table, wrapped
 from lptune.config import ParallelConfig, RunConfig
 from lptune.distributed import Collectives, World
 from lptune.hardware.devices import Device
 from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
 from lptune.plan import memory
-from lptune.plan.dry_run_report import STAGED, report
 from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
 from lptune.training.planned import PlannedStep
 from lptune.training.update import Update
 
+STAGED = "shards between host and GPU"
+_WIDTH, _HANG = 80, 2
 _OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMIZER)
 
 
@@ -88,8 +90,30 @@ class DryRun:
         return max(found.total() for found in self.peaks.values())
 
     def report(self) -> str:
-        """The result as text, with tables."""
-        return report(self)
+        """The precision, the memory and the collectives as text, with tables of at most 80 columns."""
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        ranks = torch.Size(self.mesh.values()).numel()
+        lines = [
+            *precision_lines(self.plan),
+            "",
+            *_in_parts(
+                f"{ranks} x {self.device.name if self.device else self.device_type}, mesh {axes}; "
+                f"{_count_text(self.num_parameters)} parameters;",
+                f"attention by {self.attention}",
+            ),
+            *_in_parts(
+                f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches};",
+                f"{flop_text(self.plan.flops_per_token)} a token in linear layers",
+                f"and {flop_text(self.attention_flops)} in attention (recomputation apart)",
+            ),
+            "",
+            *_memory_table(self),
+            "",
+            *_collectives_table(self),
+            "",
+            *_notes(self),
+        ]
+        return "\n".join(lines)
 
 
 def dry_run(
@@ -123,7 +147,7 @@ def dry_run(
     if offloads and world_size == 1:
         parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # uses FSDP as offloading does
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
-    with fake_world(parallel, world_size) as world, _as_on(device_type, device):
+    with fake_world(parallel, world_size) as world, as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         model = models.build_on_meta(model_config)
         models.freeze(model, cfg.freeze)
@@ -322,7 +346,8 @@ def _without_offloaded(
 
 
 @contextmanager
-def _as_on(device_type: str, device: Device | None) -> Iterator[None]:
+def as_on(device_type: str, device: Device | None) -> Iterator[None]:
+    """Decides kernels as on `device`; None: any GPU, or a CPU, as device_type says."""
     # Kernels are chosen once per process and differ between GPUs, so the choice is cleared.
     choose_backend.cache_clear()
     try:
@@ -330,3 +355,91 @@ def _as_on(device_type: str, device: Device | None) -> Iterator[None]:
             yield
     finally:
         choose_backend.cache_clear()
+
+
+# ---- the text
+
+
+def precision_lines(plan: linear.Plan) -> list[str]:
+    """The precision plan in few lines. Layers whose GEMMs and gather are alike share a heading; of their rows
+    those with one shape are one. A run prints and stores the whole table.
+    """
+    lines = plan.table().splitlines()
+    summary = wrapped(lines[0], hang=_HANG)
+    frozen = [line for line in lines[1:] if line.startswith("frozen")]
+    if not plan.converted:
+        return [*summary, *(part for line in frozen for part in wrapped(line))]
+    rows: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for layer in plan.layers:
+        shape, *how = layer.columns()
+        leaf = layer.name.rpartition(".")[2]
+        key = (*how, layer.reason or "")
+        rows.setdefault(key, {}).setdefault(shape, []).append(leaf)
+    for (output, grad_input, grad_weight, gather, reason), shapes in rows.items():
+        if reason:
+            summary += wrapped(f"high precision, {reason}:", hang=_HANG)
+        else:
+            summary += _in_parts(
+                f"output {output},",
+                f"grad_input {grad_input},",
+                f"grad_weight {grad_weight},",
+                f"all-gather (FSDP) {gather}:",
+            )
+        for shape, leaves in shapes.items():
+            counts = [(name, leaves.count(name)) for name in dict.fromkeys(leaves)]
+            names = [name if count == 1 else f"{count} {name}" for name, count in counts]
+            summary += wrapped(f"{shape:<16}{', '.join(names)}", indent=2, hang=_HANG)
+    return [*summary, *(part for line in frozen for part in wrapped(line))]
+
+
+def _in_parts(*parts: str) -> list[str]:
+    """`parts` in lines; a line ends between two parts, where it can."""
+    glued = [part if len(part) > _WIDTH - _HANG else part.replace(" ", "\xa0") for part in parts]
+    return [line.replace("\xa0", " ") for line in wrapped(" ".join(glued), _WIDTH, hang=_HANG)]
+
+
+def _memory_table(found: DryRun) -> list[str]:
+    columns = {**found.peaks, "afterwards": found.resting}
+    unit, size = ("GiB", 2**30) if found.peak_bytes >= 2**30 else ("MiB", 2**20)
+    names = [name for name in (*memory.CATEGORIES, STAGED) if any(held[name] for held in columns.values())]
+    rows = [[name, *(f"{held[name] / size:,.2f}" for held in columns.values())] for name in names]
+    rows.append(["sum", *(f"{held.total() / size:,.2f}" for held in columns.values())])
+    return table([[f"peak memory of a rank, {unit}", *columns], *rows], "<>", rule=True)
+
+
+def _collectives_table(found: DryRun) -> list[str]:
+    sizes = {**found.mesh, "all": torch.Size(found.mesh.values()).numel()}
+    rows = [
+        [operation, dtype, f"{axis} ({sizes.get(axis, '?')})", f"{calls:,}", size_text(num_bytes)]
+        for operation, dtype, axis, calls, num_bytes in found.collectives.rows()
+    ]
+    header = ["collectives of a step", "dtype", "axis (ranks)", "calls", "bytes"]
+    return table([header, *rows], "<>", rule=True) if rows else ["collectives of a step: none"]
+
+
+def _notes(found: DryRun) -> list[str]:
+    notes = []
+    if found.collectives:
+        notes.append(
+            "an all-gather's bytes are those of the gathered buffer, a reduce-scatter's of what is cut up"
+        )
+    if found.compiles:
+        notes.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
+    if found.device_type == "cuda":
+        notes.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
+    if more := found.first_collectives - found.collectives:
+        calls, num_bytes = more.total(), sum(each.num_bytes * count for each, count in more.items())
+        notes.append(
+            f"the first step of a run has no amax history, and {calls:,} collectives more "
+            f"({size_text(num_bytes)})"
+        )
+    if found.host_bytes:
+        notes.append(
+            f"parallel.cpu_offload: {found.host_bytes / 1e9:,.1f} GB of parameters, gradients and "
+            "optimizer state of each rank are in host memory, pinned"
+        )
+    return [line for note in notes for line in wrapped(note, hang=_HANG)]
+
+
+def _count_text(count: int) -> str:
+    return f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:,.2f} million"

@@ -13,7 +13,6 @@ and benchmarks/traffic.py prints them.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,11 +26,8 @@ from torch.utils._pytree import tree_leaves
 from lptune import linear, models
 from lptune.config import ParallelConfig, PrecisionConfig
 from lptune.hardware.devices import Device
-from lptune.hardware.planned import HOPPER, planned_for
-from lptune.kernels import choose_backend
-from lptune.plan.dry_run import fake_world
+from lptune.plan.dry_run import as_on, fake_world
 
-KINDS = ("none", "int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
 GEMM, QUANTIZE, ATTENTION, COPY, ELEMENTWISE = "gemm", "quantize", "attention", "copy", "elementwise"
 
 PASSES = {
@@ -41,9 +37,6 @@ PASSES = {
     "quantize_tensor_both_ways": 2,
 }
 """Quantizers that read their input more than once: an amax needs all of a column, or of the tensor."""
-
-LAUNCHES = dict.fromkeys(PASSES, 3)
-"""Kernels of an op, if it has several: zeros for the amaxes, the amaxes, the values."""
 
 _COPIES = ("clone", "copy", "contiguous", "pad", "index", "repeat", "view_copy", "transpose_copy")
 # Not `cat`, by which a rotation swaps halves of a head: the compiler reads both halves where they are.
@@ -146,13 +139,8 @@ def _class_of(func: Any, name: str) -> str:
 @contextmanager
 def one_gpu(device: Device | None = None) -> Iterator[Any]:
     """A world of one rank, in which lptune decides as on `device`; None is any Hopper."""
-    planned = (device.capability, device.name) if device else (HOPPER,)
-    choose_backend.cache_clear()  # kernels are chosen once per process, and this is another device
-    try:
-        with fake_world(ParallelConfig(), 1) as world, planned_for("cuda", *planned):
-            yield world
-    finally:
-        choose_backend.cache_clear()
+    with fake_world(ParallelConfig(), 1) as world, as_on("cuda", device):
+        yield world
 
 
 def layer_traffic(
@@ -194,20 +182,3 @@ def layer_traffic(
                 out.backward(torch.empty_like(out))
                 mode.enter_phase("end")
         return mode.entries
-
-
-def totals(entries: list[Entry], *, compiled: bool = True) -> dict[tuple[str, str], tuple[int, int]]:
-    """(phase, class) -> (launches, bytes moved). compiled: without repeated operations."""
-    launches: Counter[tuple[str, str]] = Counter()
-    moved: Counter[tuple[str, str]] = Counter()
-    for each in entries:
-        if not (compiled and each.repeated):
-            launches[each.phase, each.what] += LAUNCHES.get(each.name, 1)
-            moved[each.phase, each.what] += each.moved
-    return {key: (launches[key], moved[key]) for key in launches}
-
-
-def config_of(preset: str) -> models.Facts:
-    """The config of a preset such as `llama3_2/3b`."""
-    family, _, size = preset.partition("/")
-    return models.config_from_dict(models.PRESETS[family][size], f"preset {preset}")

@@ -1,30 +1,27 @@
 """Parts of a training loop besides the model: optimizer, schedule, update, metrics."""
 
-from lptune.training.adamw import AdamW, AveragingAdamW
+from lptune.training.adamw import AdamW
 from lptune.training.answers import answers_log_p, reference_log_p
-from lptune.training.evaluating import eval_mode, evaluating
-from lptune.training.generate import greedy
+from lptune.training.evaluating import evaluating
 from lptune.training.kto import SUMS, kto_loss, kto_metrics, unrelated_ratio
 from lptune.training.listed import ListsMoments
 from lptune.training.loop import Step, Steps, plan_steps
 from lptune.training.metrics import MetricsWriter
-from lptune.training.optimizer import build_optimizer, clip_grad_norm
+from lptune.training.optimizer import build_optimizer
 from lptune.training.planned import PlannedStep
 from lptune.training.preference import METRICS, answers_of, mean_metrics, preference_loss
-from lptune.training.record import StepMeter, losses_by_source
+from lptune.training.record import StepMeter, UtilizationMeter, losses_by_source
+from lptune.training.samples import greedy
 from lptune.training.schedule import learning_rate, set_learning_rate
 from lptune.training.settings import check_settings
 from lptune.training.state import State
-from lptune.training.teacher import build_teacher, distillation, top_k_distillation
 from lptune.training.trackers import check_logging
 from lptune.training.update import Update, Updated
-from lptune.training.utilization import UtilizationMeter, peak_memory_gib
 
 __all__ = [
     "METRICS",
     "SUMS",
     "AdamW",
-    "AveragingAdamW",
     "ListsMoments",
     "MetricsWriter",
     "PlannedStep",
@@ -38,12 +35,8 @@ __all__ = [
     "answers_log_p",
     "answers_of",
     "build_optimizer",
-    "build_teacher",
     "check_logging",
     "check_settings",
-    "clip_grad_norm",
-    "distillation",
-    "eval_mode",
     "evaluating",
     "greedy",
     "kto_loss",
@@ -51,11 +44,9 @@ __all__ = [
     "learning_rate",
     "losses_by_source",
     "mean_metrics",
-    "peak_memory_gib",
     "plan_steps",
     "preference_loss",
     "reference_log_p",
     "set_learning_rate",
-    "top_k_distillation",
     "unrelated_ratio",
 ]

@@ -46,20 +46,6 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     return AdamW(groups, **options, fused=True)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales all gradients so that their global norm is at most `max_norm` (0: leaves them); returns the norm
-    before.
-
-    A 0-dimensional float32 tensor, equal on all ranks. A collective where there are several.
-    """
-    squares = grad_squares(model)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(squares)
-    norm = squares.sqrt().to(torch.float32)
-    scale_gradients(model, max_norm, norm)
-    return norm
-
-
 @torch.no_grad()
 def grad_squares(model: nn.Module) -> Tensor:
     """This rank's share of the squared global norm of all gradients: 0-dimensional, float64.

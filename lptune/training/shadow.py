@@ -17,39 +17,28 @@ then agree on what is bad, and with `shadow_on_bad: fallback` they switch the sa
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lptune.base.files import named, open_regular
+from lptune.checkpoint import Run
 from lptune.config import RunConfig
 from lptune.data import Batch, Loader
 from lptune.distributed import World, keep_compute_weights, reshard
-from lptune.linear import LowPrecision, Plan, weights_changed
+from lptune.linear import LowPrecision, weights_changed
 from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 from lptune.training.evaluating import eval_mode
+from lptune.training.metrics import without_nan
 
 CountOf = Callable[[Batch], int]
 """The number of targets (or answers, or preferences) of a batch."""
-
-
-class RunFiles(Protocol):
-    """The part of `checkpoint.Run` that a check uses."""
-
-    @property
-    def path(self) -> Path:
-        """The folder of the run."""
-
-    def plan_changed(self, plan: Plan, step: int, names: list[str]) -> None:
-        """Records that layers `names` run in high precision after `step` steps. A collective."""
 
 
 class ShadowCheck:
@@ -64,7 +53,7 @@ class ShadowCheck:
         loader: Loader,
         cfg: RunConfig,
         world: World,
-        run: RunFiles,
+        run: Run,
     ) -> None:
         """run: its folder exists, and shadow.jsonl has no line after the step that the run continues."""
         self._model, self._low, self._loader, self._world, self._run = model, low, loader, world, run
@@ -157,7 +146,7 @@ class ShadowCheck:
         if self._world.is_main:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             with named(self._path), open(open_regular(self._path, flags), "a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+                file.write(json.dumps(without_nan(line), allow_nan=False) + "\n")
 
 
 class _Backward(TorchFunctionMode):
@@ -203,10 +192,3 @@ def _as_json(errors: LayerErrors) -> dict[str, float]:
         "saturated": errors.saturated,
         "underflowed": errors.underflowed,
     }
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None in place of floats that JSON cannot write."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -39,7 +39,7 @@ class State:
         parameters (`build_optimizer`, or your own). frozen: of a second model, which runs in each step
         without being trained; the GEMMs and gathers of its first step are verified, too.
 
-        Raises ValueError as `Update` and `LowPrecision` do.
+        Raises ValueError as `LowPrecision` does.
         """
         self.model, self.optimizer = model, optimizer
         watch = partial(

@@ -41,9 +41,11 @@ def open_trackers(folder: Path, cfg: LoggingConfig, first_step: int) -> list[Any
     if cfg.tensorboard:
         trackers.append(_TensorBoard(folder, first_step))
     if cfg.wandb_project:
-        trackers.append(_Wandb(cfg.wandb_project, folder, _run_id(folder)))
+        keys = {"id": _run_id(folder), "name": folder.name, "dir": str(folder)}
+        trackers.append(_Service("wandb", folder, project=cfg.wandb_project, **keys))
     if cfg.trackio_project:
-        trackers.append(_Trackio(cfg.trackio_project, folder, _run_id(folder)))
+        name = f"{folder.name}-{_run_id(folder)}"
+        trackers.append(_Service("trackio", folder, project=cfg.trackio_project, name=name))
     return trackers
 
 
@@ -80,35 +82,15 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Tracker:
-    """A module with `log` and `finish`, whose run has begun."""
+class _Service:
+    """A module with `init`, `log` and `finish`: wandb, or trackio."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, module: str, folder: Path, **options: str) -> None:
+        self._module = importlib.import_module(module)
+        self._module.init(**options, resume="allow", config=_config(folder))
 
     def log(self, values: dict[str, float], step: int) -> None:
         self._module.log(values, step=step)
 
     def close(self) -> None:
         self._module.finish()
-
-
-class _Wandb(_Tracker):
-    def __init__(self, project: str, folder: Path, run_id: str) -> None:
-        super().__init__(importlib.import_module("wandb"))
-        self._module.init(
-            project=project,
-            name=folder.name,
-            id=run_id,
-            resume="allow",
-            config=_config(folder),
-            dir=str(folder),
-        )
-
-
-class _Trackio(_Tracker):
-    def __init__(self, project: str, folder: Path, run_id: str) -> None:
-        super().__init__(importlib.import_module("trackio"))
-        self._module.init(
-            project=project, name=f"{folder.name}-{run_id}", resume="allow", config=_config(folder)
-        )

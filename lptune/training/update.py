@@ -25,7 +25,6 @@ step() where that is set. This costs a second wait in each step; a line says so.
 The learning rate and the data depend on the number of the step, skipped or not.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +33,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from lptune.base.errors import DivergedError
 from lptune.distributed import World, on_this_rank, reshard
@@ -69,10 +67,7 @@ class Update:
         max_grad_norm: float,
         low: LowPrecision | None = None,
     ) -> None:
-        """low: a skipped step is removed from its amax histories. Raises ValueError for a fused optimizer
-        that has no rule for sharded parameters.
-        """
-        _check_sharding_rule(optimizer)
+        """low: a skipped step is removed from its amax histories."""
         self._skips_on_device = skips_by_found_inf(optimizer)
         if not self._skips_on_device:
             world.print(
@@ -204,22 +199,6 @@ def skips_by_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """
     found = getattr(optimizer, "SKIPS_BY_FOUND_INF", False)
     return bool(found or getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _check_sharding_rule(optimizer: torch.optim.Optimizer) -> None:
-    """torch 2.13 has fused kernels for Adam, AdamW, SGD and Adagrad, and sharding rules for the first two."""
-    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
-        return
-    # Unwrapped, since torch wraps `step` of each class when the first optimizer of that class is made.
-    torchs = {inspect.unwrap(cls.step) for cls in (torch.optim.SGD, torch.optim.Adagrad)}
-    if inspect.unwrap(type(optimizer).step) not in torchs:
-        return  # it has a step of its own
-    for group in optimizer.param_groups:
-        if group.get("fused") and any(isinstance(p, DTensor) for p in group["params"]):
-            raise ValueError(
-                f"{type(optimizer).__name__}: torch has no sharding rule for this fused optimizer; leave out "
-                "fused=True"
-            )
 
 
 def _zero_moments(optimizer: torch.optim.Optimizer, new: list[nn.Parameter], skipped: Tensor) -> None:

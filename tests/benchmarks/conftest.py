@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
+def load() -> Iterator[Callable[[str], ModuleType]]:
     """Imports a script of benchmarks/ by its name; it and what it imported there are forgotten afterwards."""
     before = set(sys.modules)
     sys.path.insert(0, str(BENCHMARKS))

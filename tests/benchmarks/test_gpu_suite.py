@@ -1,18 +1,16 @@
 """The calls for a borrowed GPU: they run, they end on time, and a cut loses only the rest."""
 
 import argparse
-import importlib
 import importlib.util
 import itertools
 import json
 import os
 import random
 import runpy
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,21 +20,11 @@ import pytest
 from tests.helpers import cold, fork_server
 from tests.helpers.tiny_recipe import make_checkpoint
 
+Load = Callable[[str], ModuleType]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`load("harness")`: a benchmark as a module, which finds those beside it."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
-            del sys.modules[name]
-
-
-def test_results_are_whole_after_every_row(load: Any, tmp_path: Path) -> None:
+def test_results_are_whole_after_every_row(load: Load, tmp_path: Path) -> None:
     harness: ModuleType = load("harness")
     path = tmp_path / "folder" / "r.json"
 
@@ -57,7 +45,7 @@ def test_results_are_whole_after_every_row(load: Any, tmp_path: Path) -> None:
     assert content()["failed"] == "RuntimeError: no device"
 
 
-def test_falling_back_to_eager_is_an_error(load: Any) -> None:
+def test_falling_back_to_eager_is_an_error(load: Load) -> None:
     import torch
 
     strict, config = load("harness").strict_compilation, torch._dynamo.config
@@ -111,7 +99,7 @@ def test_a_kill_at_any_second_loses_no_row(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("card_gib", [79.0, 79.6, 139.8])
-def test_no_label_is_run_that_is_not_planned_to_fit(load: Any, tmp_path: Path, card_gib: float) -> None:
+def test_no_label_is_run_that_is_not_planned_to_fit(load: Load, tmp_path: Path, card_gib: float) -> None:
     suite, planned = load("gpu_suite"), load("planned")
     args = argparse.Namespace(small=False, work=tmp_path, card_gib=card_gib)
     for name in suite.STEPS:
@@ -131,7 +119,7 @@ def test_no_label_is_run_that_is_not_planned_to_fit(load: Any, tmp_path: Path, c
 
 
 def test_the_table_of_planned_peaks_is_the_planners(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = load("planned")
     monkeypatch.setenv("LPTUNE_TRY", "")
@@ -142,7 +130,7 @@ def test_the_table_of_planned_peaks_is_the_planners(
 
 
 def test_a_missing_package_is_named_and_stops_only_what_needs_it(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     suite, find_spec = load("gpu_suite"), importlib.util.find_spec
     args = argparse.Namespace(small=False, work=tmp_path, card_gib=140.0)
@@ -177,7 +165,7 @@ def test_tests_are_collected_without_hypothesis(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_clocks_are_read_while_something_runs(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, tool = load("first"), tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -192,7 +180,7 @@ def test_clocks_are_read_while_something_runs(
         (tmp_path / "read").unlink()
 
 
-def test_an_op_with_one_wrong_value_is_found(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_op_with_one_wrong_value_is_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     first, harness = load("first"), load("harness")
     from lptune import kernels
 
@@ -212,20 +200,6 @@ def test_an_op_with_one_wrong_value_is_found(load: Any, monkeypatch: pytest.Monk
     assert {"int8 quantize_rows", "int8 scaled_mm, output", "int8 scaled_mm, grad_input"} == said
 
 
-def test_torchaos_layers_come_after_ours_and_its_int8_last(
-    load: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    linear, order = load("linear"), []
-    monkeypatch.setattr(
-        linear, "compare", lambda _, what, mode, whose, kinds, *rest: order.append((whose, *kinds))
-    )
-    monkeypatch.setattr(linear, "strict_compilation", lambda recompilations: None)
-    kinds = ["--kind", "int8_rowcol", "--kind", "float8_rowwise", "--kind", "float8_blockwise"]
-    monkeypatch.setattr(sys, "argv", ["linear.py", "--shape", "64", "64", "64", "--mode", "eager", *kinds])
-    linear.main()
-    assert order == [("lptune", *kinds[1::2]), ("torchao", "float8_rowwise"), ("torchao", "int8_rowcol")]
-
-
 PART = """
 import json, subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -237,7 +211,7 @@ open({path!r}, "w").write(json.dumps({{"rows": [1, 2], "complete": True}}))
 
 
 @pytest.fixture
-def call(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def call(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A call whose parts print a line, start a process that stays, write a row and take 1 or 60 s."""
     suite = load("gpu_suite")
     seconds = {"quick": 1, "slow": 60}
@@ -274,105 +248,7 @@ def test_a_part_that_takes_too_long_ends_with_its_children_and_leaves_its_rows(c
     assert "=== slow: exit 124" in log
 
 
-@pytest.mark.slow
-def test_a_call_that_is_killed_leaves_what_was_finished(tmp_path: Path) -> None:
-    """In a process of its own, killed while its second part runs."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import gpu_suite as suite, argparse, pathlib\n"
-        f"PART = {PART!r}\n"
-        "def part(name, args, path, minutes):\n"
-        "    code = PART.format(path=str(path), seconds=1 if name == 'quick' else 600)\n"
-        "    return suite.Part([sys.executable, '-c', code], {})\n"
-        "suite.part = part; folder = pathlib.Path(sys.argv[2])\n"
-        "call = suite.Call('call-1', argparse.Namespace(out=folder, work=folder, small=True))\n"
-        "call.run('quick', 30); call.run('slow', 600)\n"
-    )
-    arguments = ("-c", code, str(BENCHMARKS), str(tmp_path))
-    process = cold.start(*arguments, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
-    path, deadline = tmp_path / "call-1.json", time.monotonic() + 60
-    try:
-        while time.monotonic() < deadline:
-            parts = json.loads(path.read_text(encoding="utf-8"))["parts"] if path.exists() else {}
-            if parts.get("slow", {}).get("results"):
-                break
-            time.sleep(0.1)
-    finally:
-        process.kill()
-        process.wait()
-        for line in _left_of(str(tmp_path)):  # as whoever cut the call off ends what it left
-            os.killpg(int(line), signal.SIGKILL)
-    parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
-    assert parts["quick"]["exit"] == 0
-    assert parts["quick"]["results"]["complete"] is True
-    assert parts["slow"]["exit"] is None
-    assert parts["slow"]["results"]["rows"] == [1]
-
-
-@pytest.mark.slow
-def test_sigterm_while_a_part_starts_ends_it_too(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, signal, subprocess, sys, time\n"
-        "sys.path.insert(0, sys.argv[1]); import gpu_suite as suite\n"
-        f"PART = {PART!r}\n"
-        "class Popen(subprocess.Popen):\n"
-        "    def __init__(self, *arguments, **options):\n"
-        "        super().__init__(*arguments, **options)\n"
-        "        while options.get('process_group') == 0 and not pathlib.Path(sys.argv[2]).exists():\n"
-        "            time.sleep(0.05)\n"
-        "        if options.get('process_group') == 0:\n"
-        "            os.kill(os.getpid(), signal.SIGTERM)\n"
-        "            time.sleep(0.1)\n"
-        "def part(name, args, path, minutes):\n"
-        "    sys.argv[2] = str(path)\n"
-        "    return suite.Part([sys.executable, '-c', PART.format(path=str(path), seconds=600)], {})\n"
-        "suite.part, suite.CALLS, suite.card_gib = part, {1: ('tests',)}, lambda: 80.0\n"
-        "suite.subprocess.Popen = Popen\n"
-        "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
-        "sys.exit(suite.main())\n"
-    )
-    arguments = ("-c", code, str(BENCHMARKS), str(tmp_path))
-    process = cold.start(*arguments, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
-    try:
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert (tmp_path / "tests.json").exists()
-        assert not _left_of(str(tmp_path / "tests.json"))
-    finally:
-        process.kill()
-        process.wait()
-        for line in _left_of(str(tmp_path / "tests.json")):
-            os.killpg(int(line), signal.SIGKILL)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_part_that_is_on_the_device(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import gpu_suite as suite\n"
-        f"PART = {PART!r}\n"
-        "def part(name, args, path, minutes):\n"
-        "    return suite.Part([sys.executable, '-c', PART.format(path=str(path), seconds=600)], {})\n"
-        "suite.part, suite.CALLS, suite.card_gib = part, {1: ('tests',)}, lambda: 80.0\n"
-        "sys.argv[1:] = ['--call', '1', '--out', sys.argv[2], '--work', sys.argv[2]]\n"
-        "sys.exit(suite.main())\n"
-    )
-    arguments = ("-c", code, str(BENCHMARKS), str(tmp_path))
-    process = cold.start(*arguments, stdout=subprocess.DEVNULL, stderr=None, start_new_session=True)
-    deadline = time.monotonic() + 60
-    try:
-        while not (tmp_path / "tests.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        left = [line for line in _left_of(str(tmp_path / "tests.json")) if int(line) != process.pid]
-        assert left
-        process.terminate()
-        assert process.wait(30) == 128 + signal.SIGTERM
-        assert not _left_of(str(tmp_path / "tests.json"))
-    finally:
-        process.kill()
-        process.wait()
-        for line in _left_of(str(tmp_path)):
-            os.killpg(int(line), signal.SIGKILL)
-
-
-def test_results_of_an_earlier_call_are_kept(load: Any, tmp_path: Path) -> None:
+def test_results_of_an_earlier_call_are_kept(load: Load, tmp_path: Path) -> None:
     suite = load("gpu_suite")
     args = argparse.Namespace(out=tmp_path, work=tmp_path, small=True)
     for number in range(3):
@@ -389,7 +265,7 @@ def test_results_of_an_earlier_call_are_kept(load: Any, tmp_path: Path) -> None:
 
 
 def test_losses_of_another_checkpoint_are_not_taken_for_this_ones(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = load("training")
     runs: list[list[str]] = []
@@ -410,14 +286,8 @@ def test_losses_of_another_checkpoint_are_not_taken_for_this_ones(
         (tmp_path / name / "config.json").write_text(name, encoding="utf-8")
 
     def final(checkpoint: str, *override: str) -> float:
-        args = argparse.Namespace(
-            checkpoint=tmp_path / checkpoint,
-            data=data,
-            config="llama3_2/1b",
-            num_steps=4,
-            out=tmp_path,
-            override=list(override),
-        )
+        keys = {"data": data, "config": "llama3_2/1b", "num_steps": 4, "out": tmp_path}
+        args = argparse.Namespace(checkpoint=tmp_path / checkpoint, override=list(override), **keys)
         return float(training.final_loss("none", 0, args, 60.0)[1])
 
     assert [final("a"), final("a")] == [1.0, 1.0]
@@ -427,7 +297,7 @@ def test_losses_of_another_checkpoint_are_not_taken_for_this_ones(
     assert final("b", "optimizer.lr=1e-4") == 1 / 4
 
 
-def test_a_checkpoint_without_weights_on_disk_is_read_as_one(load: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_weights_on_disk_is_read_as_one(load: Load, tmp_path: Path) -> None:
     from lptune import checkpoint, models
 
     steps = load("steps")
@@ -452,11 +322,11 @@ def test_a_checkpoint_without_weights_on_disk_is_read_as_one(load: Any, tmp_path
         ),
     ],
 )
-def test_a_label_says_what_is_tried(load: Any, label: str, overrides: list[str], tried: str) -> None:
+def test_a_label_says_what_is_tried(load: Load, label: str, overrides: list[str], tried: str) -> None:
     assert load("steps").overrides_of(label) == (overrides, tried)
 
 
-def test_every_variant_names_a_trial_or_a_key(load: Any) -> None:
+def test_every_variant_names_a_trial_or_a_key(load: Load) -> None:
     steps, planned = load("steps"), load("planned")
     tried = {name for label in planned.VARIANTS for name in steps.overrides_of(label)[1].split(",") if name}
     from lptune.hardware.trials import TRIALS
@@ -478,7 +348,7 @@ def test_every_variant_names_a_trial_or_a_key(load: Any) -> None:
         ("Memcpy DtoD (Device -> Device)", "copy"),
     ],
 )
-def test_kernels_are_counted_for_what_they_are_for(load: Any, name: str, group: str) -> None:
+def test_kernels_are_counted_for_what_they_are_for(load: Load, name: str, group: str) -> None:
     assert load("steps").group_of(name) == group
 
 

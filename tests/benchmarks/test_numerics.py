@@ -1,7 +1,6 @@
 """The script behind the tables of docs/numerics.md, on a small layer."""
 
-import importlib.util
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -9,17 +8,10 @@ import torch
 
 from lptune.config import PRECISION_KINDS
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "numerics.py"
-
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("numerics_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("numerics")
 
 
 def test_every_kind_holds_under_every_kind_of_checkpointing(script: ModuleType) -> None:

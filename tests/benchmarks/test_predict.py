@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def predict(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return import_benchmark("predict")
+def predict(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("predict")
 
 
 def test_linear_layers_take_six_flops_for_each_weight_and_token(predict: ModuleType) -> None:

@@ -1,11 +1,10 @@
 """The comparison of training steps on a tiny model: who is in its table, and what it refuses to compare."""
 
-import importlib
 import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +22,9 @@ TINY = [f"--{name}={size}" for name, size in {**SIZES, **ROWS}.items()]
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def script(load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "argv", ["step.py", *TINY])
-    before = set(sys.modules)
-    yield importlib.import_module("step")
-    for name in set(sys.modules) - before:
-        if name in {path.stem for path in BENCHMARKS.glob("*.py")}:
-            del sys.modules[name]
+    return load("step")
 
 
 @pytest.fixture(scope="module")
@@ -68,36 +62,6 @@ def test_every_variant_is_in_the_table_and_in_the_file_or_told_why_not(
     for name, reason in content["not_here"].items():
         assert f"{name}: " in printed
         assert reason
-
-
-@pytest.mark.slow
-def test_ratios_are_taken_round_by_round(run: tuple[str, dict[str, Any]]) -> None:
-    rows = {row["variant"]: row for row in run[1]["rows"]}
-    none, int8 = rows["none"]["times_s"], rows["int8_rowcol"]["times_s"]
-    ratios = [a / b for a, b in zip(none, int8, strict=True)]
-    found = rows["int8_rowcol"]["to_none"]
-    assert found == pytest.approx({"median": sum(ratios) / 2, "min": min(ratios), "max": max(ratios)})
-
-
-@pytest.mark.slow
-def test_the_profile_has_a_purpose_for_all_time_and_gives_the_bound(run: tuple[str, dict[str, Any]]) -> None:
-    printed, content = run
-    purposes = content["profiles"]["none"]["by_purpose_ms"]
-    for purpose in (
-        "linear layers' GEMMs",
-        "attention",
-        "weights: FSDP, compute weights",
-        "update: clipping, AdamW",
-        "head and loss",
-    ):
-        assert purposes[purpose] > 0
-        assert purpose in printed
-    assert "quantizers" not in purposes
-    bound = content["amdahl"]
-    assert bound["share"] == pytest.approx(purposes["linear layers' GEMMs"] / sum(purposes.values()))
-    r = bound["INT8 GEMMs alone"]["ratio"]
-    share = bound["share"]
-    assert bound["INT8 GEMMs alone"]["bound"] == pytest.approx(1 / (1 - share + share / r))
 
 
 def test_the_check_of_the_first_step_notices_a_missing_mask(script: ModuleType, capsys: Any) -> None:

@@ -28,8 +28,8 @@ LOW = ("int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
 
 
 @pytest.fixture(scope="module")
-def traffic(import_benchmark: Callable[[str], ModuleType]) -> ModuleType:
-    return import_benchmark("traffic")
+def traffic(load: Callable[[str], ModuleType]) -> ModuleType:
+    return load("traffic")
 
 
 @pytest.fixture(scope="module")

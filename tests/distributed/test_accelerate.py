@@ -3,7 +3,6 @@
 accelerate offers FSDP on accelerators only. What it does then runs on a CPU, too, so its state is set here.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,12 +18,6 @@ from tests.helpers.ranks import Ranks
 
 HIDDEN, NUM_STEPS = 32, 3
 KINDS = ("none", "int8_rowcol", "float8_rowwise", "float8_tensorwise")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 def _model(kind: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Sequential, linear.Plan]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lptune import distributed, linear
 from lptune.config import PrecisionConfig
 from lptune.distributed.collective_counts import Collective, record_collectives
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Ranks
 
 SIZE = 32
 """in and out of each layer; over 4 ranks 8 rows each, so nothing is padded."""
@@ -145,8 +145,8 @@ def _planted(mesh: DeviceMesh) -> None:
     ]
 
 
-def test_four_ranks_count_what_an_eager_dispatch_mode_sees_and_the_same_compiled() -> None:
-    run_ranks(4, _compare_on_a_rank)
+def test_four_ranks_count_what_an_eager_dispatch_mode_sees_and_the_same_compiled(ranks: Ranks) -> None:
+    ranks.run(_compare_on_a_rank, 4)
 
 
 @pytest.mark.parametrize(("num_low", "holds"), [(4, True), (8, True), (0, False), (3, False)])

@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,14 +20,14 @@ from lptune.base.errors import UserError
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.kernels import HEADER_BYTES, Packed, unpack_rows
 from lptune.linear import GatheredWeight, MasterWeight
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import slow_but
+from tests.helpers.ranks import Ranks
+from tests.helpers.tiny_run import clip_grad_norm
 
 SIZES = (32, 160, 32, 16)
 """Over 3 ranks, 160 rows are 54, 54 and 52, so that all of them have rows of the first block of 128, and the
 last has its end; 32 rows are 11, 11 and 10, and 16 rows are 6, 6 and 4."""
 NUM_STEPS = 6
-ROWWISE = ("int8_rowcol", "int8_rotated", "float8_rowwise", "float8_rowwise_with_gw_hp")
+ROWWISE = ("int8_rowcol", "int8_rotated", "float8_rowwise")
 PRECOMPUTED = ("int8_tensorwise", "float8_tensorwise", "float8_blockwise")
 KINDS = (*ROWWISE, *PRECOMPUTED, "float8_delayed")
 RUNS = (("high", True), ("low", True), ("low", False))
@@ -37,7 +35,7 @@ RUNS = (("high", True), ("low", True), ("low", False))
 CASES = [
     (kind, *run)
     for kind, run in itertools.product(KINDS, RUNS)
-    # One kind for each way of scaling. tests/proofs/test_rank_matrix.py holds the bits of the others.
+    # tests/proofs/test_rank_matrix.py holds the bits of the others.
     if run != ("low", False) or kind in ("int8_rowcol", "float8_blockwise", "float8_delayed")
 ]
 
@@ -127,7 +125,7 @@ def _train(
                 loss.backward()
                 results[f"loss.{step}.{micro_batch}"] = loss.detach()
         num_all_reduces.append(collectives.num_all_reduces)
-        training.clip_grad_norm(model, 1.0)
+        clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if step == 2 and not compiled:
@@ -143,17 +141,6 @@ def _train(
         assert isinstance(plain, DTensor)
         results[name] = plain.full_tensor()
     return results
-
-
-def _train_all_kinds(rank: int, num_ranks: int, folder: str) -> None:
-    with distributed.session("cpu") as world:
-        for kind, gather, reshard in CASES:
-            model, plan = _model_and_plan(_precision(kind, all_gather=gather))
-            _shard(model, world, reshard)
-            masters = sum(_is_master(parameter) for parameter in model.parameters())
-            assert masters == (len(SIZES) - 1 if gather == "low" else 0)
-            results = _train(model, plan, world)
-            save_file(results, Path(folder) / f"{kind}-{gather}-{reshard}-{rank}.safetensors")
 
 
 def _is_master(parameter: Tensor) -> bool:
@@ -173,85 +160,73 @@ def _bytes(kind: str, gather: str, num_ranks: int) -> list[int]:
     return [rows * (2 * k if gather == "high" else header + k) + 2 * rows for rows, k in sizes]
 
 
-# One test for all kinds: starting three ranks takes longer than what they do.
-def test_on_three_ranks_every_kind_has_the_bits_of_a_high_gather_at_half_the_bytes(tmp_path: Path) -> None:
-    num_ranks = 3
-    run_ranks(num_ranks, _train_all_kinds, str(tmp_path))
-    for (kind, gather, reshard), rank in itertools.product(CASES, range(num_ranks)):
-        where = f"{kind} {gather} {reshard}"
-        found = load_file(tmp_path / f"{kind}-{gather}-{reshard}-{rank}.safetensors")
-        _assert_equal(found, load_file(tmp_path / f"{kind}-high-True-{rank}.safetensors"), where)
-        expected = [[size, gather == "low"] for size in _bytes(kind, gather, num_ranks)]
-        assert found["gathers"].tolist() == expected, where
-        all_reduces = found["all_reduces"].tolist()
-        if kind == "float8_delayed":
-            # One merges the amaxes of a step. A gathered weight without a history, as all are in the first
-            # step and that of zeros is in the second, needs one at each gather.
-            num_gathers = 4 if reshard else 2
-            primed = [num_gathers * (len(SIZES) - 1), num_gathers] if gather == "low" else [0, 0]
-            assert all_reduces == [1 + primed[0], 1 + primed[1], *[1] * (NUM_STEPS - 2)], where
-        elif kind in PRECOMPUTED and gather == "low":
-            # The evaluation has measured for the fourth step.
-            assert all_reduces == [int(step != 3) for step in range(NUM_STEPS)], where
-        else:
-            assert not any(all_reduces), where
-
-
-def _train_replicated(rank: int, num_ranks: int, folder: str) -> None:
-    with distributed.session("cpu", ParallelConfig(replicate=2)) as world:
-        for kind, gather in itertools.product(
-            ("int8_rowcol", *PRECOMPUTED, "float8_delayed"), ("high", "low")
-        ):
+def _check_all_kinds(rank: int, num_ranks: int) -> None:
+    high: dict[str, dict[str, Tensor]] = {}
+    with distributed.session("cpu") as world:
+        for kind, gather, reshard in CASES:
+            where = f"{kind} {gather} {reshard}"
             model, plan = _model_and_plan(_precision(kind, all_gather=gather))
-            _shard(model, world, True)
-            histories = linear.DelayedScaling(plan, world.device, world.max_)
-            with linear.verify_step(model, plan, 1) as verified, histories.step():
-                model(torch.randn(24, SIZES[0]).bfloat16().requires_grad_()).sum().backward()
-            assert verified.num_low_gathers == (len(SIZES) - 1 if gather == "low" else 0)
-            model.zero_grad()
-            results = _train(model, plan, world, num_steps=3)
-            save_file(results, Path(folder) / f"{kind}-{gather}-{rank}.safetensors")
+            _shard(model, world, reshard)
+            masters = sum(_is_master(parameter) for parameter in model.parameters())
+            assert masters == (len(SIZES) - 1 if gather == "low" else 0)
+            found = _train(model, plan, world)
+            _assert_equal(found, high.setdefault(kind, found), where)  # the first of RUNS is high
+            expected = [[size, gather == "low"] for size in _bytes(kind, gather, num_ranks)]
+            assert found["gathers"].tolist() == expected, where
+            all_reduces = found["all_reduces"].tolist()
+            if kind == "float8_delayed":
+                # One merges the amaxes of a step. A gathered weight without a history, as all are in the
+                # first step and that of zeros is in the second, needs one at each gather.
+                num_gathers = 4 if reshard else 2
+                primed = [num_gathers * (len(SIZES) - 1), num_gathers] if gather == "low" else [0, 0]
+                assert all_reduces == [1 + primed[0], 1 + primed[1], *[1] * (NUM_STEPS - 2)], where
+            elif kind in PRECOMPUTED and gather == "low":
+                # The evaluation has measured for the fourth step.
+                assert all_reduces == [int(step != 3) for step in range(NUM_STEPS)], where
+            else:
+                assert not any(all_reduces), where
+
+
+def test_on_three_ranks_every_kind_has_the_bits_of_a_high_gather_at_half_the_bytes(ranks: Ranks) -> None:
+    ranks.run(_check_all_kinds, 3)
+
+
+SCALINGS = ("int8_rowcol", *PRECOMPUTED, "float8_delayed")
+"""A kind for each way of scaling."""
+
+
+def _check_replicated(rank: int, num_ranks: int) -> None:
+    with distributed.session("cpu", ParallelConfig(replicate=2)) as world:
+        for kind in SCALINGS:
+            found = []
+            for gather in ("high", "low"):
+                model, plan = _model_and_plan(_precision(kind, all_gather=gather))
+                _shard(model, world, True)
+                histories = linear.DelayedScaling(plan, world.device, world.max_)
+                with linear.verify_step(model, plan, 1) as verified, histories.step():
+                    model(torch.randn(24, SIZES[0]).bfloat16().requires_grad_()).sum().backward()
+                assert verified.num_low_gathers == (len(SIZES) - 1 if gather == "low" else 0)
+                model.zero_grad()
+                found.append(_train(model, plan, world, num_steps=3))
+            _assert_equal(found[1], found[0], kind)
+            assert found[1]["gathers"].tolist() == [[size, True] for size in _bytes(kind, "low", 2)]
 
 
 def test_with_two_replicas_of_two_ranks_every_way_of_scaling_has_the_bits_of_a_high_gather(
-    tmp_path: Path,
+    ranks: Ranks,
 ) -> None:
-    run_ranks(4, _train_replicated, str(tmp_path))
-    for kind, rank in itertools.product(("int8_rowcol", *PRECOMPUTED, "float8_delayed"), range(4)):
-        high, low = (
-            load_file(tmp_path / f"{kind}-{gather}-{rank}.safetensors") for gather in ("high", "low")
-        )
-        _assert_equal(low, high, kind)
-        assert low["gathers"].tolist() == [[size, True] for size in _bytes(kind, "low", 2)]
-
-
-_WAYS: list[tuple[str, dict[str, str]]] = [
-    *(
-        ("int8_rowcol", keys)
-        for keys in (
-            {},
-            {"grad_input": "requantized"},
-            {"grad_input": "high"},
-            {"grad_weight": "folded"},
-            {"grad_weight": "high"},
-        )
-    ),
-    *itertools.product(
-        ("int8_rotated", "int8_tensorwise", "float8_delayed", "float8_blockwise"),
-        ({}, {"grad_input": "high"}),
-    ),
-]
+    ranks.run(_check_replicated, 4)
 
 
 @pytest.mark.parametrize(
     ("kind", "keys", "compiled"),
     [
-        *((kind, keys, False) for kind, keys in _WAYS),
-        # A scale of each row and of each step, and a history that the graph reads.
-        *slow_but(
-            lambda kind, keys, _: not keys and kind in ("int8_rowcol", "float8_delayed"),
-            ((kind, keys, True) for kind, keys in _WAYS if kind == "int8_rowcol" or not keys),
-        ),
+        ("int8_rowcol", {"grad_input": "requantized"}, False),
+        ("int8_rowcol", {"grad_weight": "folded"}, False),
+        ("int8_rowcol", {"grad_weight": "high"}, False),
+        *((kind, {"grad_input": "high"}, False) for kind in ("int8_rotated", *SCALINGS)),
+        ("float8_delayed", {}, True),  # a history that the graph reads
+        pytest.param("int8_rowcol", {}, True, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -340,10 +315,6 @@ def test_a_change_of_weights_that_is_announced_leaves_no_old_scale(kind: str) ->
             assert torch.equal(model(_ones()), expected(_ones()))
 
 
-def _in_place(model: nn.Sequential) -> None:
-    _double(model)
-
-
 def _through_the_state_dict(model: nn.Sequential) -> None:
     model.state_dict()["1.0.weight"].mul_(2)
 
@@ -361,7 +332,7 @@ def _by_another_optimizer(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("kind", PRECOMPUTED)
 @pytest.mark.parametrize(
     "change",
-    [_in_place, _through_the_state_dict, _one_element_of_the_rows, _by_another_optimizer],
+    [_double, _through_the_state_dict, _one_element_of_the_rows, _by_another_optimizer],
     ids=lambda change: change.__name__.strip("_"),
 )
 def test_a_change_of_weights_that_is_not_announced_is_an_error(

@@ -2,11 +2,9 @@
 
 import gc
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,7 +13,7 @@ from lptune import distributed, linear, training
 from lptune.base.errors import UserError
 from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight, dequantized, int8_rows
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Ranks
 
 INT8 = PrecisionConfig(kind="int8_weight_only")
 SIZES = (32, 48, 32, 16)
@@ -61,7 +59,7 @@ def _train(model: nn.Sequential, share: float, dtype: torch.dtype) -> dict[str, 
     return results
 
 
-def _train_sharded(rank: int, num_ranks: int, folder: str, reshard: bool) -> None:
+def _train_sharded(rank: int, num_ranks: int, reshard: bool) -> dict[str, Tensor]:
     with distributed.session("cpu") as world:
         model = _model()
         _shard(model, world, torch.bfloat16, reshard)
@@ -70,9 +68,7 @@ def _train_sharded(rank: int, num_ranks: int, folder: str, reshard: bool) -> Non
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-        results = _train(model, float(rank == 0), torch.bfloat16)
-        if world.is_main:
-            save_file(results, Path(folder) / "results.safetensors")
+        return _train(model, float(rank == 0), torch.bfloat16)
 
 
 def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -81,10 +77,9 @@ def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         assert torch.equal(actual[name], value), name
 
 
-def test_training_on_three_ranks_with_uneven_rows_is_bitwise_that_without_fsdp(tmp_path: Path) -> None:
+def test_training_on_three_ranks_with_uneven_rows_is_bitwise_that_without_fsdp(ranks: Ranks) -> None:
     expected = _train(_model(), 1.0, torch.bfloat16)
-    run_ranks(3, _train_sharded, str(tmp_path), True)
-    _assert_equal(load_file(tmp_path / "results.safetensors"), expected)
+    _assert_equal(ranks.run(_train_sharded, 3, True)[0], expected)
 
 
 @pytest.mark.parametrize(("dtype", "reshard"), [(torch.bfloat16, True), (torch.float32, False)])

@@ -1,29 +1,26 @@
 """Sharding, checkpointing and compilation change where and when things are computed, not what."""
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, models
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
-from lptune.distributed import check_compiler, local_rows
+from lptune.distributed import check_compiler
 from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
-from tests.helpers.ranks import run_ranks
+from tests.distributed.test_tensor_parallel import build, preset_config
+from tests.helpers.ranks import Ranks
 
 
 def _decoder_config(tied: bool) -> models.DecoderConfig:
-    content = copy.deepcopy(models.PRESETS["llama3_2"]["tiny"])
     # A vocabulary of 131 rows divides by no number of ranks.
-    content |= {"vocab_size": 131, "tie_word_embeddings": tied}
-    return models.config_from_dict(content, "test")
+    return preset_config("llama3_2", vocab_size=131, tie_word_embeddings=tied)
 
 
 def _config(**keys: object) -> FinetuneConfig:
@@ -40,15 +37,7 @@ def _config(**keys: object) -> FinetuneConfig:
 
 def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dict[str, torch.Tensor]:
     """Loss and full gradients of two micro-batches per step, cut over the ranks."""
-    model = models.build_on_meta(_decoder_config(tied))
-    linear.convert(model, cfg.precision)
-    distributed.parallelize(model, world, cfg)
-    model.to_empty(device=world.device)
-    model.reset_buffers(world.device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            local, start = local_rows(parameter)
-            local.copy_(model.initial_value(name, 0)[start : start + local.shape[0]])
+    model = build(world, cfg, _decoder_config(tied))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 131, (8, 2, 16), generator=generator)
     mine = tokens.chunk(world.data_size)[world.data_rank]
@@ -71,14 +60,12 @@ def _gradients(world: distributed.World, cfg: FinetuneConfig, tied: bool) -> dic
     return gradients
 
 
-def _save_gradients(
-    rank: int, num_ranks: int, path: str, tied: bool, kind: str, parallel: dict[str, Any]
-) -> None:
+def _gradients_on(
+    rank: int, num_ranks: int, tied: bool, kind: str, parallel: dict[str, Any]
+) -> dict[str, torch.Tensor]:
     cfg = _config(precision=PrecisionConfig(kind=kind), parallel=ParallelConfig(**parallel))
     with distributed.session("cpu", cfg.parallel) as world:
-        gradients = _gradients(world, cfg, tied)
-        if world.is_main:
-            save_file({name: tensor.contiguous() for name, tensor in gradients.items()}, path)
+        return _gradients(world, cfg, tied)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +79,11 @@ def _save_gradients(
     ids=str,
 )
 def test_ranks_with_uneven_rows_and_tied_heads_give_the_gradients_of_one(
-    tmp_path: Path, num_ranks: int, tied: bool, kind: str, parallel: dict[str, Any]
+    ranks: Ranks, num_ranks: int, tied: bool, kind: str, parallel: dict[str, Any]
 ) -> None:
     with distributed.session("cpu") as world:
         expected = _gradients(world, _config(precision=PrecisionConfig(kind=kind)), tied)
-    path = tmp_path / "gradients.safetensors"
-    run_ranks(num_ranks, _save_gradients, str(path), tied, kind, parallel)
-    actual = load_file(path)
+    actual = ranks.run(_gradients_on, num_ranks, tied, kind, parallel)[0]
     for name, tensor in expected.items():
         # One backward sums 8 micro-batches, in another order: a few float32 ulps of the largest terms.
         assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
@@ -238,17 +223,14 @@ def test_cuda_without_a_device_is_one_line() -> None:
         pass
 
 
-def _sum(rank: int, num_ranks: int, path: str) -> None:
+def _sum(rank: int, num_ranks: int) -> float:
     with distributed.session("cpu") as world:
         # 2**53 - 1 is the largest odd integer that float64 holds; float32 would give 2**53.
-        total = world.sum(2**53 - 2 if rank == 0 else 1)
-        if world.is_main:
-            Path(path).write_text(str(total), encoding="utf-8")
+        return world.sum(2**53 - 2 if rank == 0 else 1)
 
 
-def test_sums_over_ranks_are_float64(tmp_path: Path) -> None:
-    run_ranks(2, _sum, str(tmp_path / "sum"))
-    assert float((tmp_path / "sum").read_text(encoding="utf-8")) == 2**53 - 1
+def test_sums_over_ranks_are_float64(ranks: Ranks) -> None:
+    assert ranks.run(_sum, 2) == [2**53 - 1] * 2
 
 
 @pytest.fixture

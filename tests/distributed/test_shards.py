@@ -14,7 +14,7 @@ from lptune import distributed
 from lptune.distributed import full_tensor, local_pieces, zeros_by_rows
 from lptune.linear import placed_as
 from lptune.linear.weights.master_weight import num_gathering_ranks
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Ranks
 
 FUSED_ROWS = (4, 4)
 WHOLE_83 = torch.arange(24.0).view(8, 3)
@@ -84,5 +84,7 @@ def _counts_the_ranks_that_gather(rank: int, mesh_of: Any) -> None:
         _counts_the_ranks_that_gather,
     ],
 )
-def test_rows_that_tensor_parallelism_cut_and_fsdp_sharded(check: Callable[[int, Any], None]) -> None:
-    run_ranks(4, on_four_ranks, check)
+def test_rows_that_tensor_parallelism_cut_and_fsdp_sharded(
+    ranks: Ranks, check: Callable[[int, Any], None]
+) -> None:
+    ranks.run(on_four_ranks, 4, check)

@@ -1,14 +1,11 @@
 """torch's own tensor parallelism on a converted model: ColwiseParallel, RowwiseParallel, SequenceParallel."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -99,7 +96,8 @@ def _train(model: nn.Module, plan: linear.Plan, rank: int, num_ranks: int) -> di
     return results
 
 
-def _on_a_mesh(rank: int, num_ranks: int, folder: str) -> None:
+def _on_a_mesh(rank: int, num_ranks: int) -> dict[tuple[str, int, bool], dict[str, Tensor]]:
+    found = {}
     cases = [(kind, 2, True) for kind in KINDS]  # kind, data ranks, sequence parallelism
     cases += [("int8_rowcol", 1, False), ("float8_tensorwise", 1, True)]
     with distributed.session("cpu", ParallelConfig(tensor=num_ranks)):
@@ -117,36 +115,23 @@ def _on_a_mesh(rank: int, num_ranks: int, folder: str) -> None:
             results = _train(model, plan, data_rank if data_ranks > 1 else 0, data_ranks)
             dist.all_reduce(results["losses"])
             results["losses"] /= num_ranks
-            if rank == 0:
-                save_file(results, Path(folder) / f"{kind} {data_ranks} {sequence}.safetensors")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def on_a_mesh(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    folder = tmp_path_factory.mktemp("stock")
-    ranks.run(_on_a_mesh, 4, str(folder))
-    return {path.stem: load_file(path) for path in folder.glob("*.safetensors")}
+            found[kind, data_ranks, sequence] = results
+    return found
 
 
 def _gradients(results: dict[str, Tensor]) -> Tensor:
     return torch.cat([results[name].flatten() for name in sorted(results) if name.startswith("gradient")])
 
 
-def test_every_kind_trains_as_on_one_rank(on_a_mesh: dict[str, dict[str, Tensor]]) -> None:
-    alone = {}
+def test_every_kind_trains_as_on_one_rank(ranks: Ranks) -> None:
+    on_a_mesh, alone = ranks.run(_on_a_mesh, 4)[0], {}
     for kind in KINDS:
         model = _model()
         alone[kind] = _train(model, _convert(model, kind), 0, 1)
     truth = alone["none"]
     assert len(on_a_mesh) == len(KINDS) + 2
     for case, results in on_a_mesh.items():
-        kind, data_ranks, _ = case.split()
+        kind, data_ranks, _ = case
         noise, noise_alone = (
             (_gradients(each) - _gradients(truth)).norm() for each in (results, alone[kind])
         )
@@ -158,7 +143,7 @@ def test_every_kind_trains_as_on_one_rank(on_a_mesh: dict[str, dict[str, Tensor]
         # Parts have scales of their own, never larger than the whole's. Two draws of the norm of a noise over
         # some 1e4 elements.
         assert 0.3 * noise_alone < noise < 1.1 * noise_alone, f"{case}: {noise:.5f}, alone {noise_alone:.5f}"
-        gathered = PrecisionConfig(kind=kind).gathers_low and data_ranks == "2"
+        gathered = PrecisionConfig(kind=kind).gathers_low and data_ranks == 2
         assert results["gathers"] == (5 if gathered else 0), case
 
 

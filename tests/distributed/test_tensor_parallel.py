@@ -6,11 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -29,8 +28,9 @@ from lptune.config import (
 )
 from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.kernels import HEADER_BYTES
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Ranks
 from tests.helpers.saving import save
+from tests.helpers.tiny_run import clip_grad_norm
 
 SEQ_LEN, NUM_MICRO_BATCHES, ROWS = 16, 2, 2
 LOW_TOKENS = ("int8_rowcol", "float8_rowwise", "int8_tensorwise", "float8_tensorwise")
@@ -53,11 +53,11 @@ def _config(kind: str = "none", *, tokens: str = "auto", **parallel: Any) -> Fin
     )
 
 
-def _decoder_config(preset: str, **content: Any) -> models.DecoderConfig:
+def preset_config(preset: str, **content: Any) -> models.DecoderConfig:
     return models.config_from_dict(copy.deepcopy(models.PRESETS[preset]["tiny"]) | content, preset)
 
 
-def _build(world: distributed.World, cfg: FinetuneConfig, config: models.DecoderConfig) -> Any:
+def build(world: distributed.World, cfg: FinetuneConfig, config: models.DecoderConfig) -> Any:
     """A parallelized decoder with the initial values of seed 0, on any mesh. `scaling` holds its
     histories.
     """
@@ -102,7 +102,7 @@ def _gradients_of_a_step(world: distributed.World, model: models.Decoder) -> dic
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         results[name] = distributed.full_tensor(parameter.grad, fused.get(name, ())).contiguous()
-    results["grad_norm"] = training.clip_grad_norm(model, 0.0)
+    results["grad_norm"] = clip_grad_norm(model, 0.0)
     return results
 
 
@@ -139,54 +139,53 @@ FAMILIES = {
 """Every family; with a vocabulary that does not divide, with biases, tied and not, fused (phi4)."""
 
 
-def _all_families(rank: int, num_ranks: int, folder: str) -> None:
+def _all_families(rank: int, num_ranks: int) -> dict[tuple[str, bool], dict[str, Tensor]]:
+    found = {}
     with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
         for sequence, (preset, content) in itertools.product((True, False), FAMILIES.items()):
             if not sequence and preset not in ("llama3_1", "olmo2", "qwen3"):
                 continue
             cfg = _config(tensor=num_ranks, sequence=sequence)
-            results = _step(world, _build(world, cfg, _decoder_config(preset, **content)))
-            if rank == 0:
-                save_file(results, Path(folder) / f"{preset}-{sequence}.safetensors")
+            found[preset, sequence] = _step(world, build(world, cfg, preset_config(preset, **content)))
+    return found
 
 
-def test_every_family_has_the_loss_logits_and_gradients_of_one_rank(tmp_path: Path) -> None:
+def test_every_family_has_the_loss_logits_and_gradients_of_one_rank(ranks: Ranks) -> None:
     assert FAMILIES.keys() == models.PRESETS.keys()
-    run_ranks(2, _all_families, str(tmp_path))
-    paths = sorted(tmp_path.glob("*.safetensors"))
-    assert len(paths) == len(FAMILIES) + 3
-    for path in paths:
-        preset = path.stem.partition("-")[0]
+    found = ranks.run(_all_families, 2)[0]
+    assert len(found) == len(FAMILIES) + 3
+    for (preset, sequence), actual in found.items():
         with distributed.session("cpu") as world:
-            expected = _step(world, _build(world, _config(), _decoder_config(preset, **FAMILIES[preset])))
-        actual = load_file(path)
+            expected = _step(world, build(world, _config(), preset_config(preset, **FAMILIES[preset])))
         for name, tensor in expected.items():
             # Sums of up to 256 float32 terms in another order, through two blocks there and back.
             error = (actual[name] - tensor).norm() / tensor.norm()
-            assert error < 1e-5, f"{path.stem}: {name} differs by {error:.1e}"
+            assert error < 1e-5, f"{preset}, {sequence}: {name} differs by {error:.1e}"
 
 
-def _every_kind(rank: int, num_ranks: int, folder: str) -> None:
+OfKinds = dict[tuple[str, str], dict[str, Tensor]]
+"""(kind, how tokens are gathered) -> the results of a step."""
+
+
+def _every_kind(rank: int, num_ranks: int) -> OfKinds:
+    found: OfKinds = {}
     cases = [(kind, "auto") for kind in PRECISION_KINDS]
     cases += itertools.product(LOW_TOKENS, ("low", "high"))
     with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
         for kind, tokens in cases:
             cfg = _config(kind, tokens=tokens, tensor=2)
-            model = _build(world, cfg, _decoder_config("llama3_2"))
+            model = build(world, cfg, preset_config("llama3_2"))
             with _TokenGathers() as gathers:
                 results = _step(world, model)
             low = [size for dtype, size in gathers.found if dtype == torch.uint8]
-            results["low_gathers"] = torch.tensor(low)
-            if rank == 0:
-                save_file(results, Path(folder) / f"{kind}-{tokens}.safetensors")
+            found[kind, tokens] = results | {"low_gathers": torch.tensor(low)}
+    return found
 
 
 @pytest.fixture(scope="module")
-def on_a_mesh_of_2_x_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def on_a_mesh_of_2_x_2(ranks: Ranks) -> OfKinds:
     """Results of every kind, by fsdp x tensor ranks."""
-    folder = tmp_path_factory.mktemp("kinds")
-    run_ranks(4, _every_kind, str(folder))
-    return folder
+    return cast(OfKinds, ranks.run(_every_kind, 4)[0])
 
 
 def _gradients(results: dict[str, Tensor]) -> Tensor:
@@ -194,15 +193,15 @@ def _gradients(results: dict[str, Tensor]) -> Tensor:
 
 
 def test_every_kind_under_fsdp_and_tensor_parallelism_is_as_exact_as_on_one_rank(
-    on_a_mesh_of_2_x_2: Path,
+    on_a_mesh_of_2_x_2: OfKinds,
 ) -> None:
     found = {}
     for kind in PRECISION_KINDS:
         with distributed.session("cpu") as world:
-            found[kind] = _step(world, _build(world, _config(kind), _decoder_config("llama3_2")))
+            found[kind] = _step(world, build(world, _config(kind), preset_config("llama3_2")))
     truth = _gradients(found["none"])
     for kind, alone in found.items():
-        results = load_file(on_a_mesh_of_2_x_2 / f"{kind}-auto.safetensors")
+        results = on_a_mesh_of_2_x_2[kind, "auto"]
         if kind == "none":
             assert (_gradients(results) - truth).norm() < 1e-5 * truth.norm()
             continue
@@ -222,15 +221,14 @@ def test_every_kind_under_fsdp_and_tensor_parallelism_is_as_exact_as_on_one_rank
 
 @pytest.mark.parametrize("kind", LOW_TOKENS)
 def test_gathering_tokens_in_8_bits_changes_no_bit_and_moves_what_the_closed_form_says(
-    on_a_mesh_of_2_x_2: Path, kind: str
+    on_a_mesh_of_2_x_2: OfKinds, kind: str
 ) -> None:
-    low = load_file(on_a_mesh_of_2_x_2 / f"{kind}-low.safetensors")
-    high = load_file(on_a_mesh_of_2_x_2 / f"{kind}-high.safetensors")
-    gathered = low.pop("low_gathers").tolist()
-    assert high.pop("low_gathers").tolist() == []
-    for name, tensor in high.items():
-        assert torch.equal(low[name], tensor), name
-    config = _decoder_config("llama3_2")
+    low, high = (on_a_mesh_of_2_x_2[kind, tokens] for tokens in ("low", "high"))
+    gathered = low["low_gathers"].tolist()
+    assert high["low_gathers"].tolist() == []
+    for name in high.keys() - {"low_gathers"}:
+        assert torch.equal(low[name], high[name]), name
+    config = preset_config("llama3_2")
     tokens, hidden = ROWS * SEQ_LEN, config.hidden_size
     bytes_of_one = tokens * (hidden + (HEADER_BYTES if kind in FOLDED else 0))
     # One for q, k and v and one for gate and up, in each block: for the logits, and for this rank's
@@ -242,7 +240,7 @@ def _save_or_load(rank: int, num_ranks: int, folder: str, kind: str, parallel: d
     """A step, saved under 0; or what was saved there, loaded and saved again under 1."""
     cfg, path = _config(kind, **parallel), Path(folder)
     with distributed.session("cpu", cfg.parallel) as world:
-        model = _build(world, cfg, _decoder_config("phi4", num_key_value_heads=2))
+        model = build(world, cfg, preset_config("phi4", num_key_value_heads=2))
         optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
         if (path / "0").exists():
             checkpoint.load_state(checkpoint.verify(path / "0" / "step-00000001"), model, optimizer)
@@ -259,15 +257,17 @@ def _save_or_load(rank: int, num_ranks: int, folder: str, kind: str, parallel: d
 
 
 @pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
-def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(tmp_path: Path, kind: str) -> None:
-    run_ranks(4, _save_or_load, str(tmp_path), kind, {"tensor": 2})
-    run_ranks(2, _save_or_load, str(tmp_path), kind, {"tensor": 2})
-    config = _decoder_config("phi4", num_key_value_heads=2)
+def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    for num_ranks in (4, 2):
+        ranks.run(_save_or_load, num_ranks, str(tmp_path), kind, {"tensor": 2})
+    config = preset_config("phi4", num_key_value_heads=2)
     states = []
     for number in range(2):
         with distributed.session("cpu") as world:
             cfg = _config(kind)
-            model = _build(world, cfg, config)
+            model = build(world, cfg, config)
             optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2))
             checkpoint.load_state(
                 checkpoint.verify(tmp_path / str(number) / "step-00000001"), model, optimizer
@@ -289,7 +289,7 @@ def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(tmp_path: Path,
         cfg = _config(kind)
         before = {
             n: distributed.full_tensor(linear.dequantized(p))
-            for n, p in _build(world, cfg, config).named_parameters()
+            for n, p in build(world, cfg, config).named_parameters()
         }
     for name, tensor in first.items():
         moved = (tensor - before[name]).abs().max()
@@ -305,7 +305,7 @@ def test_checkpoints_have_one_order_of_rows_and_load_on_any_mesh(tmp_path: Path,
 )
 def test_what_two_ranks_cannot_share_is_one_line(content: dict[str, Any], message: str) -> None:
     with _two_fake_ranks() as mesh:
-        model = models.build_on_meta(_decoder_config("llama3_2", **content))
+        model = models.build_on_meta(preset_config("llama3_2", **content))
         linear.convert(model, _config("int8_rowcol").precision, device=torch.device("cpu"))
         with pytest.raises(UserError, match=message):
             cut_backbone(model, mesh, True)
@@ -329,7 +329,7 @@ def test_an_8_bit_gather_that_was_asked_for_and_cannot_be_is_one_line() -> None:
             ({}, True, "layers that share an input differ"),
             ({"skip": ("lm_head",)}, False, "gathers none"),
         ):
-            model = models.build_on_meta(_decoder_config("llama3_2"))
+            model = models.build_on_meta(preset_config("llama3_2"))
             linear.convert(model, dataclasses.replace(precision, **keys), device=torch.device("cpu"))
             with pytest.raises(UserError, match=f"tp_all_gather: low is not possible, .*{why}"):
                 cut_backbone(model, mesh, sequence)

@@ -48,23 +48,16 @@ class Row(NamedTuple):
         return "\n".join([f"{head} {self.seconds:5.1f} s {self.wrong}", *said])
 
 
+_USUAL = (
+    *("recipe ", "model ", "data ", "precision", "output ", "loading ", "reading ", "training: ", "  "),
+    *("steps ", "step ", "saved ", "saving ", "attention ", "memory", "note: ", "collectives", "/"),
+    *("export", "done ", "files ", "next", "continuing", "first", "held-out"),
+)
+
+
 def said_of(end: End) -> list[str]:
     """What a user reads of a failure: everything but the lines of a run that goes on."""
-    usual = ("recipe ", "model ", "data ", "precision", "output ", "loading ", "reading ", "training: ", "  ")
-    skip = (
-        *usual,
-        "steps ",
-        "step ",
-        "saved ",
-        "saving ",
-        "attention ",
-        "memory",
-        "note: ",
-        "collectives",
-        "/",
-    )
-    more = ("export", "done ", "files ", "next", "continuing", "first", "held-out")
-    return [line for line in end.output.splitlines() if line.strip() and not line.startswith((*skip, *more))]
+    return [line for line in end.output.splitlines() if line.strip() and not line.startswith(_USUAL)]
 
 
 class Bench:
@@ -186,51 +179,6 @@ def cut_off(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
             network.cut(host)
             yield finish(network, f"the link of host-{host} goes down", " ".join("1" * num_hosts), *launchers)
         network.cut(host, again=True)
-
-
-_CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <time.h>
-#include <sys/time.h>
-int clock_gettime(clockid_t id, struct timespec *now) {
-  static int (*real)(clockid_t, struct timespec *);
-  if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
-  int code = real(id, now);
-  if (id == CLOCK_REALTIME) now->tv_sec += 30;
-  return code;
-}
-time_t time(time_t *out) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  if (out) *out = now.tv_sec;
-  return now.tv_sec;
-}
-int gettimeofday(struct timeval *out, void *zone) {
-  struct timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  out->tv_sec = now.tv_sec;
-  out->tv_usec = now.tv_nsec / 1000;
-  return 0;
-}
-"""
-
-
-def clock(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
-    """The last host's clock is 30 s ahead: by the book, and when a rank of the first is killed."""
-    source, library = bench.folder / "clock.c", bench.folder / "clock.so"
-    source.write_text(_CLOCK)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
-    for keys, wanted in (((), "0"), (LONG, "137")):
-        bench.fresh()
-        command = bench.command(num_hosts, *keys)
-        launchers = [network.start(n, command, folder=bench.folder) for n in range(num_hosts - 1)]
-        launchers.append(network.start(num_hosts - 1, command, folder=bench.folder, LD_PRELOAD=str(library)))
-        if keys:
-            wait_for(network, launchers[0], "step 3/")
-            os.kill(ranks_of(launchers[0])[0], signal.SIGKILL)
-        fault = "clocks are 30 s apart" + (", a rank of host-0 is killed" if keys else "")
-        yield finish(network, fault, " ".join([wanted] * num_hosts), *launchers)
 
 
 def late(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
@@ -407,7 +355,7 @@ def fewer(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
 
 GROUPS: dict[str, Callable[[Bench, Network, int], Iterator[Row]]] = {
     group.__name__: group
-    for group in (by_the_book, clock, killed, cut_off, late, names, two_jobs, changes, files, fewer)
+    for group in (by_the_book, killed, cut_off, late, names, two_jobs, changes, files, fewer)
 }
 
 

@@ -1,10 +1,8 @@
 """Runs of the real command line on a tiny model, and what is left of them to compare."""
 
 import json
-import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,22 +24,11 @@ from tests.helpers.tiny_recipe import (
 
 NUM_STEPS = 12
 STEPS_PER_EPOCH = 4
-_NOT_REPEATABLE = {
-    "tokens_per_s",
-    "step_time_s",
-    "compile_time_s",
-    "peak_memory_gib",
-    "mfu",
-    "bf16_mfu",
-    "time",
-}
+_NOT_REPEATABLE = {"tokens_per_s", "step_time_s", "compile_time_s", "peak_memory_gib", "time"}
 
 PRECISIONS = {
     "none": ("precision.kind=none",),
-    "int8_rowcol, rounded stochastically": (
-        "precision.kind=int8_rowcol",
-        "precision.stochastic_rounding=true",
-    ),
+    "int8_rowcol": ("precision.kind=int8_rowcol", "precision.stochastic_rounding=true"),
     "float8_delayed": ("precision.kind=float8_delayed", "precision.emulate=true"),
 }
 
@@ -84,17 +71,14 @@ def prepare(folder: Path, launch: Launch = launch, recipe: str = "full_finetune"
     """A tiny checkpoint, a config of three epochs and a `recipe` that observes itself, in `folder`."""
     checkpoint = make_checkpoint(folder / "tiny")
     write, keys = _OF_RECIPE[recipe]
-    data = {
-        "source": str(write(folder / "rows.jsonl", _NUM_ROWS)),
-        "eval_source": str(write(folder / "held_out.jsonl", 8)),
-        "seq_len": 128,
-        "packing": False,
-    }
+    sources = {"source": "rows.jsonl", "eval_source": "held_out.jsonl"}
+    counts = {"source": _NUM_ROWS, "eval_source": 8}
+    data = {key: str(write(folder / name, counts[key])) for key, name in sources.items()}
     config = write_config(
         folder / "tiny.yaml",
         checkpoint,
         folder / "unused",
-        data=data,
+        data=data | {"seq_len": 128, "packing": False},
         optimizer={"lr": 1.0e-3},
         num_steps=NUM_STEPS,
         eval_every_steps=4,
@@ -102,16 +86,6 @@ def prepare(folder: Path, launch: Launch = launch, recipe: str = "full_finetune"
         **keys(folder, checkpoint),
     )
     return Inputs(config, observe.write_recipe(folder / "observed.py", recipe), folder, launch)
-
-
-def arguments(inputs: Inputs, output_dir: Path, *overrides: str) -> list[str]:
-    """Of `lptune run`, after its flags."""
-    return [str(inputs.recipe), "--config", str(inputs.config), f"output_dir={output_dir}", *overrides]
-
-
-def command(inputs: Inputs, output_dir: Path, ranks: int, *overrides: str) -> list[str]:
-    """`lptune run` on several ranks, for cold.start."""
-    return [*cold.LPTUNE, "run", f"--nproc-per-node={ranks}", *arguments(inputs, output_dir, *overrides)]
 
 
 def run_part(
@@ -125,7 +99,8 @@ def run_part(
     """The run, from where it stands to its end or to a signal on its last rank; what went wrong, or None."""
     extra = {} if stop_after is None else {observe.STOP_AFTER: str(stop_after), observe.STOP_BY: by.name}
     extra[observe.STOP_ON_RANK] = str(ranks - 1)
-    done = inputs.launch(arguments(inputs, output_dir, *overrides), ranks, inputs.folder, extra)
+    arguments = [str(inputs.recipe), "--config", str(inputs.config), f"output_dir={output_dir}", *overrides]
+    done = inputs.launch(arguments, ranks, inputs.folder, extra)
     wanted = 0 if stop_after is None else -by if by is signal.SIGKILL else 143
     if done.returncode != wanted:
         return f"exit code {done.returncode} instead of {wanted}: {done.stdout[-500:]} {done.stderr[-1500:]}"
@@ -192,11 +167,7 @@ def outcome(output_dir: Path) -> Outcome:
     for first in range(1, NUM_STEPS, STEPS_PER_EPOCH):
         epoch = [row for step in range(first, first + STEPS_PER_EPOCH) for row in batches[step]]
         assert len(epoch) == len(set(epoch)), f"a row twice in the epoch that begins with step {first}"
-    return Outcome(
-        steps,
-        batches,
-        digests(stored_tensors(newest)),
-    )
+    return Outcome(steps, batches, digests(stored_tensors(newest)))
 
 
 def uninterrupted(inputs: Inputs, name: str, ranks: int, *overrides: str) -> Path:
@@ -209,48 +180,3 @@ def uninterrupted(inputs: Inputs, name: str, ranks: int, *overrides: str) -> Pat
         wrong = run_part(inputs, output_dir, ranks, *overrides)
         assert wrong is None, wrong
     return output_dir
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid`."""
-    found, queue = [], [pid]
-    while queue:
-        parent = queue.pop()
-        for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
-            try:
-                children = [int(child) for child in tasks.read_text(encoding="ascii").split()]
-            except OSError:  # ended meanwhile
-                continue
-            found += children
-            queue += children
-    return found
-
-
-def processes_naming(path: Path) -> list[int]:
-    """Those with `path` in their command line."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(path).encode() + b"\0" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-        except OSError:  # ended meanwhile
-            continue
-    return found
-
-
-def still_alive(pids: list[int], within_s: float) -> list[int]:
-    """Those that have not ended after that time. This kills them."""
-    deadline = time.monotonic() + within_s
-    while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    return left
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return state.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -7,7 +7,6 @@ does, so a copy that is taken too late holds the wrong step's numbers.
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -181,17 +180,7 @@ def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     }
 
 
-def digest_of(tensors: dict[str, Tensor]) -> str:
-    """One sha256 for all of them, names included."""
-    return hashlib.sha256(json.dumps(digests(tensors)).encode()).hexdigest()
-
-
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """Rows as a Markdown table."""
     lines = [list(head), ["---"] * len(list(head))] + [[str(cell) for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def leave(code: int) -> None:
-    """Ends a forked child at once: nothing of its parent's is flushed or cleaned up twice."""
-    os._exit(code)

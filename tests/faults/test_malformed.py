@@ -57,7 +57,7 @@ def test_mutations_are_valid_or_one_line_and_no_changed_checkpoint_is_taken(
 
 
 SAMPLE = {
-    "config": ["deep list", "python tag", "billion laughs", "duplicate key"],
+    "config": ["deep list", "python tag", "duplicate key"],
     "data": ["json deep", "parquet ends", "script"],
     "model": ["header of 1 GB", "link out", "device for a config", "template long"],
     "state": ["a space more", "overlap", "tensor of other dtype", "state of another step", "upwards"],

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,12 +9,6 @@ import torch.distributed as dist
 
 from lptune import distributed
 from tests.helpers.ranks import Ranks, RanksFailed
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 def _sum(rank: int, num_ranks: int, value: float) -> tuple[float, int]:

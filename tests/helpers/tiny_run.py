@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,6 +18,7 @@ from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from lptune.linear.weights.int8_weight import quantized
+from lptune.training import optimizer
 
 NUM_MICRO_BATCHES = 4
 """Of a step, over all ranks."""
@@ -208,9 +210,20 @@ class TinyRun:
 
     def update(self) -> None:
         """Clipping and the optimizer's step."""
-        training.clip_grad_norm(self.model, self.cfg.max_grad_norm)
+        clip_grad_norm(self.model, self.cfg.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def clip_grad_norm(model: torch.nn.Module, max_norm: float) -> Tensor:
+    """Clips as `training.Update` does, without an update; the norm before, 0-dimensional."""
+    squares = optimizer.grad_squares(model)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(squares)
+    norm = squares.sqrt().to(torch.float32)
+    optimizer.scale_gradients(model, max_norm, norm)
+    return norm
 
 
 class Summed(NamedTuple):

@@ -5,9 +5,11 @@ some as a user does (tests/helpers/cold.py): command line, streams and exit code
 """
 
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,22 @@ def lptune(
             Path(output, str(worst), name).read_text(encoding="utf-8") for name in ("stdout", "stderr")
         )
         return Finished(arguments, processes[worst].exitcode, stdout, stderr)
+
+
+def kill(
+    arguments: list[str], folder: Path, once: Callable[[], object], number: signal.Signals = signal.SIGKILL
+) -> int:
+    """Starts `lptune ARGUMENTS`, sends it a signal as soon as `once()` is true, and returns its exit code.
+    What it said is in `folder`: `stdout` and `stderr`.
+    """
+    process = start(arguments, folder, {}, folder)
+    while process.is_alive() and not once():
+        time.sleep(0.005)
+    if process.is_alive():
+        os.kill(process.pid, number)
+    process.join(120)
+    assert process.exitcode is not None
+    return int(process.exitcode)
 
 
 def start(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> Any:

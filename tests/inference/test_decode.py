@@ -108,4 +108,4 @@ def test_every_kind_decodes_in_8_bits_what_it_writes_without_a_cache(
     assert {len(ids) for ids in found} == {8}
     assert record, low
     if plan.converted[0].spec and not plan.converted[0].spec.kind.one_scale:
-        assert found == training.generate.greedy(model, prompts, max_new_tokens=8, stop_ids=(), pad_id=0)
+        assert found == training.greedy(model, prompts, max_new_tokens=8, stop_ids=(), pad_id=0)

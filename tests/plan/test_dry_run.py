@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,13 +10,23 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from lptune import distributed, linear, models, training
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
+from lptune.cli import catalog, recipe
+from lptune.config import (
+    DataConfig,
+    FinetuneConfig,
+    KtoConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    PreferenceConfig,
+    RunConfig,
+)
 from lptune.distributed import record_collectives
 from lptune.models import chunks
 from lptune.plan import memory
 from lptune.plan.dry_run import dry_run
 from lptune.training.settings import lasting_bytes
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Ranks
 
 NUM_MICRO_BATCHES = 4
 """More than the three that a dry run goes through."""
@@ -33,7 +41,6 @@ CASES: dict[int, list[Case]] = {
     ],
     2: [
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}),
-        ({"kind": "int8_tensorwise"}, {}),
         ({"kind": "float8_delayed", "emulate": True}, {}),
     ],
     4: [
@@ -64,13 +71,14 @@ def _model_config(vocab_size: int = 131) -> models.DecoderConfig:
     return models.config_from_dict(content | {"vocab_size": vocab_size, "num_hidden_layers": 4}, "test")
 
 
-def _steps(rank: int, num_ranks: int, folder: str, cases: list[Case]) -> None:
+def _steps(rank: int, num_ranks: int, cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
     with distributed.session("cpu") as every:
-        for number, (precision, parallel) in enumerate(cases):
+        for precision, parallel in cases:
             axes = distributed.mesh_axes(ParallelConfig(**parallel), num_ranks)
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-            took = _step(dataclasses.replace(every, mesh=mesh), precision, parallel)
-            (Path(folder) / f"{number}-{rank}.json").write_text(json.dumps(took))
+            found.append(_step(dataclasses.replace(every, mesh=mesh), precision, parallel))
+    return found
 
 
 def _step(
@@ -125,8 +133,8 @@ def _step(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, num_ranks: int) -> None:
-    run_ranks(num_ranks, _steps, str(tmp_path), CASES[num_ranks])
+def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num_ranks: int) -> None:
+    by_rank = ranks.run(_steps, num_ranks, CASES[num_ranks])
     for number, (precision, parallel) in enumerate(CASES[num_ranks]):
         data_size = num_ranks // parallel.get("tensor", 1)
         found = dry_run(_config(data_size, precision, parallel), _model_config(), num_ranks)
@@ -144,7 +152,7 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(tmp_path: Path, n
             # The update's: losses and squares of gradients, two float64 of every rank.
             assert ["all_reduce", "float64", 16] in [each[:3] for each in expected]
         for rank in range(num_ranks):
-            took = json.loads((tmp_path / f"{number}-{rank}.json").read_text())
+            took = by_rank[rank][number]
             assert took["collectives"] == [in_first, expected], (precision, parallel)
             if rank > 0:
                 continue  # the dry run's rank is 0; others may have fewer rows
@@ -183,9 +191,10 @@ def _copied_bytes(kind: str) -> int:
     return total
 
 
-def _step_in_chunks(rank: int, num_ranks: int, path: str) -> None:
+def _peaks_in_chunks(rank: int, num_ranks: int) -> dict[str, int]:
     with distributed.session("cpu", ParallelConfig()) as world, mock.patch.object(*_CHUNKS_OF_20):
-        Path(path).write_text(json.dumps(_step(world, {"kind": "none"}, {}, _MANY)["peaks"]))
+        found: dict[str, int] = _step(world, {"kind": "none"}, {}, _MANY)["peaks"]
+        return found
 
 
 _MANY = 4096
@@ -193,9 +202,8 @@ _MANY = 4096
 _CHUNKS_OF_20 = (chunks, "MAX_LOGITS_PER_CHUNK", 20 * _MANY)
 
 
-def test_it_tells_the_memory_of_a_loss_in_chunks(tmp_path: Path) -> None:
-    run_ranks(1, _step_in_chunks, str(tmp_path / "peaks.json"))
-    took = json.loads((tmp_path / "peaks.json").read_text())
+def test_it_tells_the_memory_of_a_loss_in_chunks(ranks: Ranks) -> None:
+    (took,) = ranks.run(_peaks_in_chunks, 1)
     whole = dry_run(_config(1, {"kind": "none"}, {}), _model_config(_MANY), 1)
     with mock.patch.object(*_CHUNKS_OF_20):
         found = dry_run(_config(1, {"kind": "none"}, {}), _model_config(_MANY), 1)
@@ -220,3 +228,21 @@ def test_frozen_parameters_take_no_gradients_and_no_moments(kind: str) -> None:
     whole = dry_run(cfg, _model_config(), 2)
     assert whole.resting[memory.PARAMETERS] == found.resting[memory.PARAMETERS]
     assert whole.resting[memory.OPTIMIZER] > found.resting[memory.OPTIMIZER]
+
+
+@pytest.mark.parametrize(("name", "config"), [("full_dpo", PreferenceConfig), ("full_kto", KtoConfig)])
+def test_it_computes_the_objective_of_the_recipe(
+    name: str, config: type[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, seen = models.Decoder.forward, []
+
+    def spy(self: Any, tokens: Any, documents: Any, labels: Any, loss: Any) -> Any:
+        seen.append(loss)
+        return forward(self, tokens, documents, labels, loss)
+
+    monkeypatch.setattr(models.Decoder, "forward", spy)
+    cfg = config(model=ModelConfig(path="x"), data=DataConfig(source="x", seq_len=64), device="cpu")
+    step = recipe.planned_step(catalog.find_recipe(name), cfg)
+    assert step is not None
+    assert dry_run(cfg, _model_config(), 2, step=step).peak_bytes > 0
+    assert set(seen) == {models.log_probabilities}

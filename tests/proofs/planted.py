@@ -398,7 +398,7 @@ FAULTS = [
         "checkpoint/export.py",
         "for text, each in learned.items() if each not in stop_ids}",
         "for text, each in learned.items() if each in stop_ids}",
-        "checkpoint/test_export.py recipes/test_stops.py",
+        "checkpoint/test_export.py recipes/test_every_recipe.py",
         "an export of a model that had learned chats ran on after its answer in every other program",
     ),
     Fault(

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.helpers import cold, warm
 from tests.helpers.cold import Finished
@@ -27,27 +29,34 @@ def tiny_config(tiny_checkpoint: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
-    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` in warm processes; fails the test on
-    another exit code. On a GPU `is_cold` starts one as a user does: what has met CUDA cannot be forked.
+def run_recipe(tiny_config: Path) -> Run:
+    """`run_recipe("key=value", ranks=2)`: `lptune run full_finetune` with tiny_config (`runner`)."""
+    return runner("full_finetune", tiny_config)
+
+
+def runner(recipe: str, config: Path) -> Run:
+    """`runner(recipe, config)("key=value", ranks=2)`: `lptune run` in warm processes, in the config's
+    folder; fails the test on another exit code. On a GPU `is_cold` starts one as a user does: what has met
+    CUDA cannot be forked.
     """
+    usual_recipe, usual_config, folder = recipe, config, config.parent
 
     def call(
         *overrides: str,
         ranks: int = 1,
         code: int = 0,
-        config: Path = tiny_config,
-        recipe: str = "full_finetune",
+        config: Path = usual_config,
+        recipe: str = usual_recipe,
         is_cold: bool = False,
         **env: str,
     ) -> Finished:
         arguments = [recipe, "--config", str(config), *overrides]
         if is_cold:
             arguments.insert(0, f"--nproc-per-node={ranks}")
-            done = cold.run(*cold.LPTUNE, "run", *arguments, folder=tmp_path, **env)
+            done = cold.run(*cold.LPTUNE, "run", *arguments, folder=folder, **env)
         else:
             done = warm.lptune(
-                ["run", *arguments], folder=tmp_path, environment=env, ranks=ranks, timeout_s=300
+                ["run", *arguments], folder=folder, environment=env, ranks=ranks, timeout_s=300
             )
         assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
@@ -55,9 +64,21 @@ def run_recipe(tiny_config: Path, tmp_path: Path) -> Run:
     return call
 
 
+def refusal(done: Finished) -> str:
+    """The one line of a command that wrong input has ended."""
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of a run."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_lines(folder / "metrics.jsonl")
 
 
 def losses(folder: Path) -> list[float]:
@@ -70,13 +91,12 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(folder) if "eval_loss" in record]
 
 
-def runner(recipe: str, config: Path) -> Run:
-    """As `run_recipe`, for another recipe and config; for fixtures that serve a module."""
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model's folder, such as an export."""
+    return load_file(folder / "model.safetensors")
 
-    def call(*overrides: str, ranks: int = 1, code: int = 0) -> Finished:
-        arguments = ["run", recipe, "--config", str(config), *overrides]
-        done = warm.lptune(arguments, folder=config.parent, ranks=ranks, timeout_s=300)
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
 
-    return call
+def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the tensors that are not equal to the bit."""
+    assert ours.keys() == theirs.keys()
+    return {name for name, tensor in theirs.items() if not torch.equal(ours[name], tensor)}

@@ -2,19 +2,17 @@
 
 import json
 import random
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
-from tests.helpers import warm
+from lptune.base.errors import UserError
+from lptune.config import PretrainConfig, load_config
 from tests.helpers.tiny_recipe import write_config
-from tests.recipes.conftest import Run, losses, read_metrics
+from tests.recipes.conftest import Run, differing, losses, read_metrics, refusal, weights
 
 WORDS = {"animals": ["cat", "dog", "owl", "fox"], "numbers": ["one", "two", "six", "ten", "two"]}
 
@@ -122,60 +120,34 @@ def test_two_ranks_train_as_one_and_one_rank_continues_two(pretrain: Run, tmp_pa
         assert by_source(a, "loss") == pytest.approx(by_source(b, "loss"), rel=1e-5)
 
 
-def test_killed_and_resumed_every_number_is_that_of_an_uninterrupted_run(
-    pretrain: Run, pretrain_config: Path, tmp_path: Path
-) -> None:
-    common = ["precision.kind=float8_rowwise", "precision.emulate=true"]
-    common += ["checkpoint.every_steps=3", "schedule.kind=wsd", "schedule.decay_steps=4", "num_tokens=9216"]
-    pretrain(*common, f"output_dir={tmp_path / 'whole'}")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    command = ["run", "continued_pretrain", "--config", str(pretrain_config), *common]
-    process = warm.start(command, tmp_path, {}, tmp_path)
-    saved = tmp_path / "run" / "checkpoints"  # in the background, so perhaps after more steps
-    while process.is_alive() and not (
-        metrics.exists() and metrics.read_text().count("\n") >= 6 and any(saved.glob("step-*"))
-    ):
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert "continuing" in pretrain(*common).stdout
-    timing = {"tokens_per_s", "step_time_s", "compile_time_s", "peak_memory_gib", "mfu", "bf16_mfu", "time"}
-    ours, theirs = (
-        [{key: value for key, value in record.items() if key not in timing} for record in read_metrics(run)]
-        for run in (tmp_path / "run", tmp_path / "whole")
-    )
-    assert ours == theirs
-    file = "checkpoints/step-00000009/model-00000.safetensors"
-    ours, theirs = load_file(tmp_path / "run" / file), load_file(tmp_path / "whole" / file)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+TIMING = {"tokens_per_s", "step_time_s", "compile_time_s", "peak_memory_gib", "time"}
 
 
-def test_a_run_in_its_stable_phase_goes_on_as_the_longer_run(pretrain: Run, tmp_path: Path) -> None:
+def test_a_run_in_its_stable_phase_goes_on_bitwise_as_the_longer_run(pretrain: Run, tmp_path: Path) -> None:
+    """After a kill: `make faults`."""
     common = ("schedule.kind=wsd", "schedule.decay_steps=3", "checkpoint.every_steps=4")
+    common += ("precision.kind=float8_rowwise", "precision.emulate=true")
     pretrain(*common, "num_tokens=10240", f"output_dir={tmp_path / 'long'}")
     pretrain(*common, "num_tokens=7168", f"output_dir={tmp_path / 'short'}")
     stable = tmp_path / "short" / "checkpoints" / "step-00000004"
     pretrain(*common, "num_tokens=10240", f"resume={stable}")
-    long, on = read_metrics(tmp_path / "long"), read_metrics(tmp_path / "run")
-    assert losses(tmp_path / "run") == losses(tmp_path / "long")[4:]
-    assert [r["lr"] for r in on if "lr" in r] == [r["lr"] for r in long[5:]]
-    assert losses(tmp_path / "short")[:4] == losses(tmp_path / "long")[:4]
-
-
-def test_two_keys_for_the_length_are_one_line(pretrain: Run, tmp_path: Path) -> None:
-    for override, message in (
-        ("num_steps=5", "num_tokens: 11265 tokens and num_steps=5 both set the length of the run"),
-        ("num_tokens=0", "num_tokens: must be at least 1"),
-        ("data.eval_source=null", "checkpoint.keep_best: needs evaluations"),
-    ):
-        done = pretrain(override, "checkpoint.keep_best=1", "checkpoint.every_steps=6", code=2)
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
-    done = pretrain("schedule.kind=wsd", "schedule.decay_steps=11", code=2)
-    assert "2 steps of warm-up and 11 of decay do not fit into the 12 steps of the run" in done.stderr
-    done = pretrain(
-        "num_tokens=null", "num_epochs=1", "schedule.kind=wsd", "schedule.decay_steps=1100", code=2
+    on, long = (
+        [{key: value for key, value in record.items() if key not in TIMING} for record in read_metrics(run)]
+        for run in (tmp_path / "run", tmp_path / "long")
     )
-    assert "1100 of decay do not fit" in done.stderr
+    assert on == [record for record in long if record["step"] > 4]
+    assert losses(tmp_path / "short")[:4] == losses(tmp_path / "long")[:4]
+    assert differing(*(weights(tmp_path / name / "export") for name in ("run", "long"))) == set()
+
+
+def test_two_keys_for_the_length_are_one_line(pretrain: Run, pretrain_config: Path, tmp_path: Path) -> None:
+    for overrides, message in (
+        (["num_steps=5"], "num_tokens: 11265 tokens and num_steps=5 both set the length of the run"),
+        (["num_tokens=0"], "num_tokens: must be at least 1"),
+        (["data.eval_source=null", "checkpoint.keep_best=1"], "checkpoint.keep_best: needs evaluations"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_config(PretrainConfig, pretrain_config, overrides)
+    done = pretrain("schedule.kind=wsd", "schedule.decay_steps=11", code=2)
+    assert "2 steps of warm-up and 11 of decay do not fit into the 12 steps of the run" in refusal(done)
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,6 @@
 """A copy of the recipe that draws random numbers and meets NaN: resumed bit for bit, ended where it must."""
 
 import json
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -39,12 +38,6 @@ def spoilt(world):
     """NaN on the last rank in these steps, counted from 0."""
     return float("nan") if spoilt.step in {steps} and world.rank == world.size - 1 else 1.0
 '''
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 def _copied(folder: Path, *spoilt_steps: int) -> Path:

@@ -3,17 +3,16 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
 from lptune import data, distributed, linear, models
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from lptune.training.first_loss import check_first_loss
 from tests.helpers.outliers import fill, known_batch
-from tests.helpers.tiny_recipe import make_teacher, write_config, write_labelled, write_preferences
 from tests.recipes.conftest import Run
 
 TINY = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
@@ -79,32 +78,3 @@ rowwise.scaled_mm = lambda *args, **kwargs: real_mm(*args, **kwargs) * float("na
         recipe=str(recipe),
     )  # fmt: skip
     assert "the loss of the first micro-batch is nan" in done.stdout
-
-
-class CheckMadeError(Exception):
-    """Ends a recipe before its training."""
-
-
-@pytest.mark.parametrize("name", ["full_finetune", "continued_pretrain", "full_dpo", "full_kto", "distill"])
-def test_every_recipe_makes_the_check(
-    name: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def checked(*arguments: Any) -> None:
-        check_first_loss(*arguments)
-        raise CheckMadeError
-
-    monkeypatch.setattr("lptune.training.loop.check_first_loss", checked)
-    monkeypatch.chdir(tmp_path)
-    config = write_config(tmp_path / "tiny.yaml", tiny_checkpoint, tmp_path / "run")
-    overrides = ["precision.kind=int8_rowcol"]
-    if name == "full_dpo":
-        overrides.append(f"data.source={write_preferences(tmp_path / 'rows.jsonl', 60)}")
-    if name == "full_kto":
-        overrides.append(f"data.source={write_labelled(tmp_path / 'rows.jsonl', 60)}")
-    if name == "distill":
-        overrides.append(f"teacher.path={make_teacher(tiny_checkpoint, tmp_path / 'teacher')}")
-    path = catalog.recipes()[name]
-    namespace: dict[str, Any] = {"__name__": name}
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
-    with pytest.raises(CheckMadeError):
-        namespace["main"](recipe.load(path, config, overrides))

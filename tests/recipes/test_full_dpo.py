@@ -1,19 +1,15 @@
 """Preference tuning through the command line: metrics against transformers, the reference, resumes."""
 
-import os
 import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers import warm
-from tests.helpers.slow import slow_but
 from tests.helpers.tiny_recipe import write_config, write_preferences
-from tests.recipes.conftest import Run, evaluations, losses, read_metrics, runner
+from tests.recipes.conftest import Run, differing, evaluations, losses, read_metrics, runner
 
 NUM_STEPS = 8
 
@@ -88,28 +84,18 @@ def test_each_step_is_recorded_with_the_metrics_of_its_preferences(whole: Path) 
     assert [record["step"] for record in records] == list(range(NUM_STEPS + 1))
     assert records[1]["loss"] == pytest.approx(0.693147, rel=1e-4)
     for record in records[1:]:
-        assert record["margin"] == pytest.approx(
-            record["reward_chosen"] - record["reward_rejected"], abs=1e-5
-        )
+        margin = record["reward_chosen"] - record["reward_rejected"]
+        assert record["margin"] == pytest.approx(margin, abs=1e-5)
         assert 0 <= record["accuracy"] <= 1
         assert record["log_p_chosen"] < 0
         assert record["num_target_tokens"] > 0
     assert records[-1]["accuracy"] > 0.7
 
 
-@pytest.mark.parametrize(
-    "kind", slow_but(lambda kind: kind == "int8_rowcol", ("none", "int8_rowcol", "float8_tensorwise"))
-)
+@pytest.mark.parametrize("kind", ["int8_rowcol", pytest.param("none", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(dpo: Run, tmp_path: Path, kind: str) -> None:
-    emulate = f"precision.emulate={str(kind.startswith('float8')).lower()}"
     for ranks in (1, 2):
-        dpo(
-            f"precision.kind={kind}",
-            emulate,
-            "num_steps=3",
-            f"output_dir={tmp_path / str(ranks)}",
-            ranks=ranks,
-        )
+        dpo(f"precision.kind={kind}", "num_steps=3", f"output_dir={tmp_path / str(ranks)}", ranks=ranks)
     one, two = (load_file(tmp_path / name / "reference.safetensors") for name in ("1", "2"))
     assert all(torch.equal(one[name], two[name]) for name in ("train", "held_out"))
     for a, b in zip(read_metrics(tmp_path / "1"), read_metrics(tmp_path / "2"), strict=True):
@@ -120,34 +106,25 @@ def test_two_ranks_equal_one(dpo: Run, tmp_path: Path, kind: str) -> None:
         assert a.get("accuracy") == b.get("accuracy")
 
 
-@pytest.mark.parametrize("kind", slow_but(lambda kind: kind == "none", ("none", "float8_delayed")))
 def test_killed_at_any_time_the_run_continues_bitwise(
-    dpo: Run, dpo_config: Path, whole: Path, tmp_path: Path, kind: str
+    dpo: Run, dpo_config: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """Killed between the reference and the first checkpoint, and after it; then the reference is lost."""
-    common = [f"precision.kind={kind}", f"precision.emulate={str(kind != 'none').lower()}"]
-    if kind != "none":
-        whole = tmp_path / "whole"
-        dpo(*common, f"output_dir={whole}")
+    """Killed between the reference and the first checkpoint, and after it; then the reference is lost. Other
+    kinds: tests/faults.
+    """
     run = tmp_path / "run"
-    arguments = ["run", "full_dpo", "--config", str(dpo_config), *common, f"output_dir={run}"]
+    arguments = ["run", "full_dpo", "--config", str(dpo_config), f"output_dir={run}"]
     for awaited in (run / "reference.safetensors", run / "checkpoints" / "step-00000003"):
-        process = warm.start(arguments, tmp_path, {}, tmp_path)
-        while process.is_alive() and not awaited.exists():
-            time.sleep(0.002)
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert warm.kill(arguments, tmp_path, awaited.exists) == -signal.SIGKILL
     (run / "reference.safetensors").unlink()
-    done = dpo(*common, f"output_dir={run}")
+    done = dpo(f"output_dir={run}")
     assert "continuing" in done.stdout
     assert "reference: computing" in done.stdout
     assert losses(run) == losses(whole)
     for key in ("eval_loss", "eval_accuracy", "eval_margin"):
         assert [r[key] for r in evaluations(run)] == [r[key] for r in evaluations(whole)]
     file = f"checkpoints/step-{NUM_STEPS:08}/model-00000.safetensors"
-    ours, theirs = load_file(run / file), load_file(whole / file)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert differing(load_file(run / file), load_file(whole / file)) == set()
 
 
 def test_the_reference_is_read_by_any_number_of_ranks_and_made_anew_if_it_does_not_fit(
@@ -166,22 +143,15 @@ def test_the_reference_is_read_by_any_number_of_ranks_and_made_anew_if_it_does_n
     damaged[-3] ^= 1
     path.write_bytes(damaged)
     done = dpo(*constant, "num_steps=3")
-    assert (
-        f"note: {path} is computed again: it is damaged: its numbers do not match their digest" in done.stdout
-    )
+    assert f"note: {path} is computed again: it is damaged" in done.stdout
     assert path.read_bytes() == first
 
     done = dpo(*constant, "num_steps=4", "precision.kind=int8_rowcol")
     assert f"note: {path} is computed again: it was computed with precision" in done.stdout
-    assert "(now " in done.stdout
     assert path.read_bytes() != first
 
-    os.truncate(path, 100)
-    done = dpo(*constant, "num_steps=5", "precision.kind=int8_rowcol")
-    assert f"note: {path} is computed again: it cannot be read" in done.stdout
 
-
-@pytest.mark.parametrize("loss", ["ipo", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", ["ipo", "orpo", pytest.param("simpo", marks=pytest.mark.slow)])
 def test_other_losses_train_and_only_those_with_a_reference_keep_one(
     dpo: Run, tmp_path: Path, loss: str
 ) -> None:
@@ -191,27 +161,3 @@ def test_other_losses_train_and_only_those_with_a_reference_keep_one(
     first, *_, last = evaluations(run)
     assert last["eval_loss"] < first["eval_loss"]
     assert last["eval_margin"] > first["eval_margin"]
-
-
-def test_a_dry_run_computes_the_recipes_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lptune import models
-    from lptune.cli import catalog, recipe
-    from lptune.config import DataConfig, ModelConfig, PreferenceConfig
-    from lptune.plan.dry_run import dry_run
-
-    seen = []
-    forward = models.Decoder.forward
-
-    def spy(self: Any, tokens: Any, documents: Any, labels: Any, loss: Any) -> Any:
-        seen.append(loss)
-        return forward(self, tokens, documents, labels, loss)
-
-    monkeypatch.setattr(models.Decoder, "forward", spy)
-    cfg = PreferenceConfig(
-        model=ModelConfig(path="unused"), data=DataConfig(source="unused", seq_len=64), device="cpu"
-    )
-    tiny = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"])
-    step = recipe.planned_step(catalog.find_recipe("full_dpo"), cfg)
-    assert step is not None
-    assert dry_run(cfg, tiny, 2, step=step).peak_bytes > 0
-    assert set(seen) == {models.log_probabilities}

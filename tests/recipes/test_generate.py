@@ -1,18 +1,18 @@
 """The recipe generate through the command line: jobs, chats, interruptions and wrong input."""
 
 import json
-import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from lptune.base.errors import UserError
+from lptune.cli import catalog, recipe
 from tests.helpers import cold, warm
 from tests.helpers.cold import Finished
+from tests.recipes.conftest import read_lines, refusal
 
 Generate = Callable[..., Finished]
 
@@ -21,8 +21,10 @@ Generate = Callable[..., Finished]
 def generate(tiny_checkpoint: Path, tmp_path: Path) -> Generate:
     """`generate("key=value")`: `lptune run generate` with the tiny checkpoint, greedy unless keys differ."""
 
-    def call(*keys: str, ranks: int = 1) -> Finished:
-        return warm.lptune(arguments(tiny_checkpoint, *keys), folder=tmp_path, ranks=ranks)
+    def call(*keys: str, ranks: int = 1, code: int = 0) -> Finished:
+        done = warm.lptune(arguments(tiny_checkpoint, *keys), folder=tmp_path, ranks=ranks)
+        assert done.returncode == code, done.stderr
+        return done
 
     return call
 
@@ -41,41 +43,42 @@ def write_rows(folder: Path, num: int) -> Path:
     return path
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_a_row_gets_the_same_answer_in_any_batch(generate: Generate, tmp_path: Path) -> None:
     source = write_rows(tmp_path, 7)
     for size in (1, 4):
         done = generate(f"prompts.source={source}", f"output=by{size}.jsonl", f"batch_size={size}")
-        assert done.returncode == 0, done.stderr
         assert done.stdout == ""
-    one, four = read(tmp_path / "by1.jsonl"), read(tmp_path / "by4.jsonl")
+    one, four = read_lines(tmp_path / "by1.jsonl"), read_lines(tmp_path / "by4.jsonl")
     assert one == four
-    assert [row | {"generated": ""} for row in read(source)] == [row | {"generated": ""} for row in one]
+    assert [row | {"generated": ""} for row in read_lines(source)] == [row | {"generated": ""} for row in one]
     assert len({row["generated"] for row in one}) > 3, "temperature 0.7: rows of equal prompts differ"
 
 
-def test_a_job_that_was_stopped_continues_with_the_answers_of_an_uninterrupted_one(
-    generate: Generate, tmp_path: Path, tiny_checkpoint: Path
+def test_a_job_that_was_stopped_continues_with_the_answers_of_an_uninterrupted_one_on_any_ranks(
+    generate: Generate, tmp_path: Path
 ) -> None:
-    source = write_rows(tmp_path, 10)
+    # int8_tensorwise quantizes a batch with one scale, so other batches would give other answers; the
+    # temperature is above 0, so that rows draw by their number in the job.
+    source = write_rows(tmp_path, 9)
     keys = (f"prompts.source={source}", "batch_size=2", "precision.kind=int8_tensorwise")
-    assert generate(*keys, "output=whole.jsonl").returncode == 0
-    # Killed in the middle of a line, as a full disk or a crash of the machine leaves it.
+    generate(*keys, "output=whole.jsonl")
     whole = (tmp_path / "whole.jsonl").read_bytes()
-    lines = whole.splitlines(keepends=True)
-    (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:9] + 9999 * b"x")
+    generate(*keys, "output=two.jsonl", ranks=2)
+    assert (tmp_path / "two.jsonl").read_bytes() == whole
+
+    cut, lines = tmp_path / "cut.jsonl", whole.splitlines(keepends=True)
     settings = (tmp_path / "whole.jsonl.settings.json").read_bytes()
-    (tmp_path / "cut.jsonl.settings.json").write_bytes(settings)
+    cut.with_suffix(".jsonl.settings.json").write_bytes(settings)
+    # Killed in the middle of a line, as a full disk or a crash of the machine leaves it.
+    cut.write_bytes(b"".join(lines[:5]) + lines[5][:9] + 9999 * b"x")
     done = generate(*keys, "output=cut.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "cut.jsonl").read_bytes() == whole
-    assert "6 answers\n8 answers\n10 answers" in done.stderr
-    # Finished: nothing is left to do, and nothing changes.
-    done = generate(*keys, "output=cut.jsonl")
-    assert (done.returncode, (tmp_path / "cut.jsonl").read_bytes()) == (0, whole)
+    assert cut.read_bytes() == whole
+    assert "6 answers\n8 answers\n9 answers" in done.stderr
+    # Stopped by one rank after 3 of 5 batches: two ranks begin with the fourth.
+    cut.write_bytes(b"".join(lines[:7]))
+    for _ in range(2):  # the second time, nothing is left to do
+        generate(*keys, "output=cut.jsonl", ranks=2)
+        assert cut.read_bytes() == whole
 
 
 def test_a_signal_ends_a_job_between_two_tokens_and_loses_no_answer(
@@ -83,29 +86,26 @@ def test_a_signal_ends_a_job_between_two_tokens_and_loses_no_answer(
 ) -> None:
     source, stopped = write_rows(tmp_path, 12), tmp_path / "stopped.jsonl"
     keys = (f"prompts.source={source}", "batch_size=1", "output=stopped.jsonl", "sampling.max_new_tokens=60")
-    said = tmp_path / "said"
-    said.mkdir()
-    process = warm.start(arguments(tiny_checkpoint, *keys), tmp_path, {}, said)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (stopped.exists() and stopped.stat().st_size):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(60)
-    stderr = (said / "stderr").read_text(encoding="utf-8")
-    assert process.exitcode == 143, stderr
+
+    def once() -> bool:
+        return stopped.exists() and stopped.stat().st_size > 0
+
+    code = warm.kill(arguments(tiny_checkpoint, *keys), tmp_path, once, signal.SIGTERM)
+    stderr = (tmp_path / "stderr").read_text(encoding="utf-8")
+    assert code == 143, stderr
     kept = stopped.read_bytes()
     num_kept = len(kept.splitlines())
     assert 1 <= num_kept < 12
     assert f"stopped by SIGTERM: stopped.jsonl has {num_kept} answers; run again to continue" in stderr
-    assert generate(*keys).returncode == 0
+    generate(*keys)
     assert stopped.read_bytes().startswith(kept)
-    assert [row["id"] for row in read(stopped)] == list(range(12))
+    assert [row["id"] for row in read_lines(stopped)] == list(range(12))
 
 
 def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
     generate: Generate, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    assert generate().returncode == 0, "stdin is empty: there is nothing to answer"
+    generate()  # stdin is empty: there is nothing to answer
     process = cold.start(*cold.LPTUNE, *arguments(tiny_checkpoint), folder=tmp_path, stdin=subprocess.PIPE)
     assert process.stdin
     assert process.stdout
@@ -121,31 +121,31 @@ def test_a_chat_answers_each_line_and_ctrl_c_ends_it_cleanly(
     ]
 
 
-def test_a_chat_whose_answers_cannot_be_written_fails(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with open("/dev/full", "w") as full:
-        process = cold.start(
-            *cold.LPTUNE, *arguments(tiny_checkpoint), folder=tmp_path, stdin=subprocess.PIPE, stdout=full
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["prompts.source=rows.jsonl"], "output: is not set, and prompts.source is"),
+        (["output=a.jsonl"], "prompts.source: is not set, and output is"),
+        (["sampling.top_p=0"], "sampling.top_p: must be above 0"),
+        (["sampling.min_p=1.1"], "sampling.min_p: must be within 0 and 1"),
+        (["sampling.repetition_penalty=0"], "sampling.repetition_penalty: must be above 0"),
+        (["sampling.temperature=-1"], "sampling.temperature"),
+    ],
+)
+def test_a_wrong_config_is_refused(keys: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        recipe.load(
+            catalog.find_recipe("generate"), catalog.find_config("generation"), ["model.path=x", *keys]
         )
-        _, stderr = process.communicate("What comes after Monday?\n", timeout=60)
-    assert process.returncode == 2
-    assert "error: stdout: cannot be written: No space left on device" in stderr.splitlines()
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         (["model.path=nowhere"], "nowhere"),
-        (["prompts.source={source}"], "output: is not set, and prompts.source is"),
-        (["output=a.jsonl"], "prompts.source: is not set, and output is"),
-        (["prompts.source=missing.jsonl", "output=a.jsonl"], "missing.jsonl"),
-        (["prompts.source={source}", "output={source}"], "does not say that it has answers"),
-        (["prompts.source={source}", "output=."], "output: . is a folder"),
-        (["prompts.source={source}", "output=a.jsonl", "answer_column=question"], "has a column 'question'"),
-        (["prompts.source={source}", "output=a.jsonl", "prompts.text_column=txt"], "prompts.text_column"),
-        (["sampling.top_p=0"], "sampling.top_p: must be above 0"),
-        (["sampling.min_p=1.1"], "sampling.min_p: must be within 0 and 1"),
-        (["sampling.repetition_penalty=0"], "sampling.repetition_penalty: must be above 0"),
-        (["sampling.temperature=-1"], "sampling.temperature"),
+        (["output={source}"], "does not say that it has answers"),
+        (["answer_column=question"], "has a column 'question'"),
+        (["prompts.text_column=txt"], "prompts.text_column"),
         (["precision.kind=float8_rowwise"], "float8_rowwise"),
         (["prompts.chat_template=no.jinja"], "prompts.chat_template: 'no.jinja' is neither"),
         (["prompts.system_prompt=x", "prompts.chat_template=none"], "prompts.system_prompt"),
@@ -156,12 +156,11 @@ def test_wrong_input_gets_one_line_and_code_2(
 ) -> None:
     source = write_rows(tmp_path, 3)
     before = source.read_bytes()
-    done = generate(*(key.format(source=source) for key in keys))
-    assert done.returncode == 2, done.stderr
+    job = (f"prompts.source={source}", "output=a.jsonl")
+    done = generate(*job, *(key.format(source=source) for key in keys), code=2)
     error = done.stderr.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
-    assert "Traceback" not in done.stderr
     assert source.read_bytes() == before
     if "prompts." in message:  # before weights are read, after which the plan is printed
         assert "linear layers" not in done.stderr
@@ -170,38 +169,17 @@ def test_wrong_input_gets_one_line_and_code_2(
 def test_answers_of_other_settings_or_rows_are_not_continued(generate: Generate, tmp_path: Path) -> None:
     source = write_rows(tmp_path, 3)
     keys = (f"prompts.source={source}", "output=a.jsonl")
-    assert generate(*keys).returncode == 0
+    generate(*keys)
     answers = (tmp_path / "a.jsonl").read_bytes()
-    assert "other settings (seed)" in generate(*keys, "seed=1").stderr
+    assert "other settings (seed)" in generate(*keys, "seed=1", code=2).stderr
     source.write_text(source.read_text(encoding="utf-8").replace("Tuesday", "Friday"), encoding="utf-8")
-    assert "an answer is not that of" in generate(*keys).stderr
+    assert "an answer is not that of" in generate(*keys, code=2).stderr
     write_rows(tmp_path, 2)
-    done = generate(*keys, "batch_size=1")
-    assert done.returncode == 2
-    assert "has more answers than prompts.source has rows" in done.stderr
+    said = generate(*keys, "batch_size=1", code=2).stderr
+    assert "has more answers than prompts.source has rows" in said
     assert (tmp_path / "a.jsonl").read_bytes() == answers
 
 
 def test_typed_prompts_on_several_ranks_get_one_line(generate: Generate) -> None:
-    done = generate(ranks=2)
-    assert done.returncode == 2
-    assert "generate: typed prompts need one rank, found 2; set prompts.source" in done.stderr
-
-
-def test_two_ranks_write_the_file_of_one_rank_and_continue_it(generate: Generate, tmp_path: Path) -> None:
-    # int8_tensorwise quantizes a batch with one scale, so other batches would give other answers; the
-    # temperature is above 0, so that rows draw by their number in the job.
-    source = write_rows(tmp_path, 9)
-    keys = (f"prompts.source={source}", "batch_size=2", "precision.kind=int8_tensorwise")
-    assert generate(*keys, "output=one.jsonl").returncode == 0
-    whole = (tmp_path / "one.jsonl").read_bytes()
-    done = generate(*keys, "output=two.jsonl", ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "two.jsonl").read_bytes() == whole
-    # Stopped by one rank after 3 of 5 batches: two ranks begin with the fourth.
-    (tmp_path / "cut.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:7]))
-    (tmp_path / "cut.jsonl.settings.json").write_bytes((tmp_path / "one.jsonl.settings.json").read_bytes())
-    for _ in range(2):  # the second time, nothing is left to do
-        done = generate(*keys, "output=cut.jsonl", ranks=2)
-        assert done.returncode == 0, done.stderr
-        assert (tmp_path / "cut.jsonl").read_bytes() == whole
+    said = refusal(generate(ranks=2, code=2))
+    assert "generate: typed prompts need one rank, found 2; set prompts.source" in said

@@ -12,11 +12,11 @@ INT8 = ("precision.kind=int8_rowcol", "precision.grad_weight=folded", "eval_ever
 
 
 def test_a_run_goes_on_under_tensor_parallelism_and_ends_on_one_rank(run_recipe: Run, tmp_path: Path) -> None:
-    """Three steps each on one rank, on 2 x 2, on one again; beside nine on one."""
-    run_recipe(*INT8, "num_steps=9", "schedule.kind=constant", f"output_dir={tmp_path / 'alone'}")
+    """Two steps each on one rank, on 2 x 2, on one again; beside six on one."""
+    run_recipe(*INT8, "num_steps=6", "schedule.kind=constant", f"output_dir={tmp_path / 'alone'}")
     meshes = ((1, ()), (4, ("parallel.tensor=2", "precision.tp_all_gather=low", "num_samples=2")), (1, ()))
     outputs = [
-        run_recipe(*INT8, *keys, f"num_steps={3 * (i + 1)}", "schedule.kind=constant", ranks=ranks).stdout
+        run_recipe(*INT8, *keys, f"num_steps={2 * (i + 1)}", "schedule.kind=constant", ranks=ranks).stdout
         for i, (ranks, keys) in enumerate(meshes)
     ]
     assert "4 x cpu (fsdp 2 x tensor 2), activations gathered: 1 x high, 4 x int8 rows" in outputs[1]
@@ -24,13 +24,13 @@ def test_a_run_goes_on_under_tensor_parallelism_and_ends_on_one_rank(run_recipe:
     # 2 x 128 tokens of 16 + 64 bytes.
     assert f"all_gather over tensor uint8 8 x, {8 * 2 * 128 * (16 + 64) / 1e3:.1f} kB" in outputs[1]
     actual, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
-    assert actual[:3] == expected[:3]
-    # From the fourth step on row-parallel weights have a scale for each half of a row: other roundings.
+    assert actual[:2] == expected[:2]
+    # From the third step on row-parallel weights have a scale for each half of a row: other roundings.
     assert actual == pytest.approx(expected, rel=5e-3)
-    assert actual[3:] != expected[3:]
+    assert actual[2:] != expected[2:]
     ours, theirs = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("run", "alone"))
     for name, tensor in theirs.items():
-        # Nine steps of AdamW move an element by about nine times the learning rate, whatever the sign.
+        # Six steps of AdamW move an element by about six times the learning rate, whatever the sign.
         assert ours[name].shape == tensor.shape
-        assert (ours[name].float() - tensor.float()).abs().max() < 2 * 9 * 3e-3
+        assert (ours[name].float() - tensor.float()).abs().max() < 2 * 6 * 3e-3
         assert not torch.equal(ours[name], tensor)

@@ -9,55 +9,32 @@ from torch import nn
 from lptune import linear
 from lptune.cli import recipe
 from lptune.config import FinetuneConfig, load_config
-from lptune.kernels import GEMMS
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "full_finetune.py"
 LAYER = "model.layers.1.mlp.up_proj"
 
 
-def _plant(monkeypatch: pytest.MonkeyPatch, gemm: str) -> None:
+# All three, and compiled: tests/linear/steps/test_verify.py.
+def test_the_run_fails_with_the_layers_name_unless_it_does_not_verify(
+    monkeypatch: pytest.MonkeyPatch, tiny_config: Path, tmp_path: Path
+) -> None:
     convert = linear.convert
 
     def convert_and_plant(model: nn.Module, *args: Any, **kwargs: Any) -> linear.Plan:
         plan = convert(model, *args, **kwargs)
         layer = model.get_submodule(LAYER)
         assert isinstance(layer, linear.LowPrecisionLinear)
-        layer.spec = layer.spec._replace(**{gemm: "high"})
+        layer.spec = layer.spec._replace(grad_input="high")
         return plan
 
     monkeypatch.setattr(linear, "convert", convert_and_plant)
-
-
-# In the suite all three are compiled in tests/linear/steps/test_verify.py: a compilation takes long.
-@pytest.mark.parametrize(
-    ("gemm", "mode"),
-    [
-        *((gemm, "compile=none") for gemm in GEMMS),
-        pytest.param("grad_input", "compile=block", marks=pytest.mark.slow),
-    ],
-)
-def test_the_run_fails_with_the_layers_name(
-    monkeypatch: pytest.MonkeyPatch, tiny_config: Path, tmp_path: Path, gemm: str, mode: str
-) -> None:
-    _plant(monkeypatch, gemm)
-    overrides = [
-        "precision.kind=int8_rowcol",
-        "eval_every_steps=0",
-        "activation_checkpointing=selective",
-        mode,
-    ]
-    cfg = load_config(FinetuneConfig, tiny_config, overrides)
-    with pytest.raises(
-        linear.PrecisionNotAppliedError, match=f"layer {LAYER}: {gemm} was to run .* ran 0 times"
-    ):
-        recipe.load_main(RECIPE)(cfg)
+    keys = ["precision.kind=int8_rowcol", "eval_every_steps=0", "activation_checkpointing=selective"]
+    said = f"layer {LAYER}: grad_input was to run .* ran 0 times"
+    with pytest.raises(linear.PrecisionNotAppliedError, match=said):
+        recipe.load_main(RECIPE)(load_config(FinetuneConfig, tiny_config, keys))
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
-
-
-def test_without_verification_it_would_have_run(monkeypatch: pytest.MonkeyPatch, tiny_config: Path) -> None:
-    _plant(monkeypatch, "output")
-    overrides = ["precision.kind=int8_rowcol", "precision.verify=false", "num_steps=1", "eval_every_steps=0"]
-    recipe.load_main(RECIPE)(load_config(FinetuneConfig, tiny_config, overrides))
+    unverified = load_config(FinetuneConfig, tiny_config, [*keys, "precision.verify=false", "num_steps=1"])
+    recipe.load_main(RECIPE)(unverified)
 
 
 def test_a_weight_that_is_gathered_in_high_precision_is_named(

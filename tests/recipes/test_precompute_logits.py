@@ -1,11 +1,10 @@
 """`precompute_logits`, and `distill` from its files: the loss of a live teacher, exact after a kill."""
 
 import json
+import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from lptune.config import (
 )
 from tests.helpers import warm
 from tests.helpers.tiny_recipe import make_teacher, write_config
-from tests.recipes.conftest import Run, losses
+from tests.recipes.conftest import Run, differing, losses, refusal, runner, weights
 
 K = 16
 DATA = {"source": "builtin", "seq_len": 64, "eval_fraction": 0.1, "max_rows": 200}
@@ -36,17 +35,30 @@ def teacher(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return make_teacher(tiny_checkpoint, tmp_path_factory.mktemp("teacher") / "model")
 
 
-@pytest.fixture
-def tiny_config(tiny_checkpoint: Path, teacher: Path, tmp_path: Path) -> Path:
+def config_of(folder: Path, student: Path, teacher: Path) -> Path:
     """The config of both recipes: two files of logits."""
     return write_config(
-        tmp_path / "tiny.yaml",
-        tiny_checkpoint,
-        tmp_path / "run",
+        folder / "tiny.yaml",
+        student,
+        folder / "run",
         teacher={"path": str(teacher), "precision": "none"},
-        logits={"folder": str(tmp_path / "logits"), "top_k": K, "max_file_mib": 0.03},
+        logits={"folder": str(folder / "logits"), "top_k": K, "max_file_mib": 0.03},
         data=DATA,
     )
+
+
+@pytest.fixture
+def tiny_config(tiny_checkpoint: Path, teacher: Path, tmp_path: Path) -> Path:
+    """The config of `run_recipe` here."""
+    return config_of(tmp_path, tiny_checkpoint, teacher)
+
+
+@pytest.fixture(scope="module")
+def computed(tiny_checkpoint: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished folder of logits."""
+    folder = tmp_path_factory.mktemp("computed")
+    runner("precompute_logits", config_of(folder, tiny_checkpoint, teacher))()
+    return folder / "logits"
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -106,7 +118,7 @@ def test_all_words_in_float32_give_loss_and_gradients_of_the_live_teacher_and_64
     assert 0.01 < (top_N - live_N).norm() / live_N.norm() < 0.13
 
 
-def test_killed_and_continued_or_on_two_ranks_the_files_have_the_same_bytes(
+def test_killed_and_continued_on_two_ranks_the_files_have_the_same_bytes(
     run_recipe: Run, tmp_path: Path, tiny_config: Path
 ) -> None:
     small = "logits.max_file_mib=0.003"  # about 20 files, so that the kill comes between two of them
@@ -117,42 +129,35 @@ def test_killed_and_continued_or_on_two_ranks_the_files_have_the_same_bytes(
     size = sum(len(each) for name, each in whole.items() if name != "logits.json")
     predicted = index["num_targets"] * (K * 6 + 3 * 2)
     assert predicted < size < predicted + 8 * index["num_documents"] + 500 * len(whole)  # headers
-    assert "already finished" in run_recipe(small, recipe="precompute_logits").stdout
-
-    run_recipe(small, f"logits.folder={tmp_path / 'two'}", ranks=2, recipe="precompute_logits")
-    assert content(tmp_path / "two") == whole
 
     folder = tmp_path / "killed"
     command = ["run", "precompute_logits", "--config", str(tiny_config), small, f"logits.folder={folder}"]
-    process = warm.start(command, tmp_path, {}, tmp_path)
-    while process.is_alive() and len(list(folder.glob("logits-*"))) < 2:
-        time.sleep(0.002)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    code = warm.kill(command, tmp_path, lambda: len(list(folder.glob("logits-*"))) >= 2)
+    assert code == -signal.SIGKILL
     assert not json.loads((folder / "logits.json").read_text())["is_complete"]
-    refused = run_recipe(f"logits.folder={folder}", code=2, recipe="distill")
-    assert "is not complete; run precompute_logits again" in refused.stderr
+    refused = refusal(run_recipe(f"logits.folder={folder}", code=2, recipe="distill"))
+    assert "is not complete; run precompute_logits again" in refused
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("logits-*")}
     (folder / f".tmp-logits-00005-of-{len(whole):05d}.safetensors").write_bytes(b"half")
     again = run_recipe(small, f"logits.folder={folder}", ranks=2, recipe="precompute_logits")
     assert f"{len(kept)} of them are there" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert content(folder) == whole
+    again = run_recipe(small, f"logits.folder={folder}", recipe="precompute_logits")
+    assert "already finished" in again.stdout
 
 
 @pytest.mark.slow
 def test_a_cut_vocabulary_and_8_bit_weights_give_nearly_the_same_words(
-    run_recipe: Run, tmp_path: Path
+    computed: Path, run_recipe: Run, tmp_path: Path
 ) -> None:
-    run_recipe(recipe="precompute_logits")
     cut = ("parallel.tensor=2", f"logits.folder={tmp_path / 'cut'}")
     run_recipe(*cut, ranks=2, recipe="precompute_logits")
     int8 = ("teacher.precision=int8_weight_only", f"logits.folder={tmp_path / 'int8'}")
     done = run_recipe(*int8, recipe="precompute_logits")
     assert "verified: 21 GEMMs" in done.stdout  # 3 blocks of 7 layers
     for name, off in (("cut", 2e-3), ("int8", 0.1)):
-        for path in (tmp_path / "logits").glob("logits-*"):
+        for path in computed.glob("logits-*"):
             ours, theirs = load_file(path), load_file(tmp_path / name / path.name)
             # Equal words may change places if their probabilities are nearly equal.
             assert (ours["words"] == theirs["words"]).float().mean() > (0.98 if name == "cut" else 0.4)
@@ -161,10 +166,10 @@ def test_a_cut_vocabulary_and_8_bit_weights_give_nearly_the_same_words(
 
 
 def test_a_student_learns_from_disk_alike_on_any_ranks_and_resumes_bitwise(
-    run_recipe: Run, tmp_path: Path, tiny_config: Path
+    computed: Path, run_recipe: Run, tmp_path: Path
 ) -> None:
-    run_recipe(recipe="precompute_logits")
-    common = ("checkpoint.every_steps=2", "num_steps=6", "eval_every_steps=0", "teacher.path=null")
+    common = ("checkpoint.every_steps=2", "checkpoint.keep_last=9", "num_steps=6", "eval_every_steps=0")
+    common += ("teacher.path=null", f"logits.folder={computed}")
     done = run_recipe(*common, f"output_dir={tmp_path / 'whole'}", recipe="distill")
     assert f"the top {K} words of" in done.stdout
     two = (*common, "precision.kind=int8_rowcol", f"output_dir={tmp_path / 'two'}")
@@ -175,47 +180,36 @@ def test_a_student_learns_from_disk_alike_on_any_ranks_and_resumes_bitwise(
     assert on_two != whole
     assert whole[-1] < whole[0]
 
-    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
-    process = warm.start(["run", "distill", "--config", str(tiny_config), *common], tmp_path, {}, tmp_path)
-    while process.is_alive() and not saved.exists():
-        time.sleep(0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert "continuing" in run_recipe(*common, recipe="distill").stdout
-    assert losses(tmp_path / "run") == whole
-    ours, theirs = (load_file(tmp_path / name / "export/model.safetensors") for name in ("run", "whole"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    run_recipe(*common, f"resume={saved}", recipe="distill")
+    assert losses(tmp_path / "run") == whole[2:]
+    assert differing(*(weights(tmp_path / name / "export") for name in ("run", "whole"))) == set()
 
-    # Fewer words, or the live teacher: another loss, so not a continuation.
-    for key in ("logits.top_k=8", "logits.folder=null"):
-        keys = (*common[:3], f"output_dir={tmp_path / 'two'}", "num_steps=7", key)
-        assert "was saved with the teacher's weights" in run_recipe(*keys, code=2, recipe="distill").stderr
+    # Fewer words are another loss, so not a continuation.
+    done = run_recipe(*two, "num_steps=7", "logits.top_k=8", code=2, recipe="distill")
+    assert "was saved with the teacher's weights" in refusal(done)
 
 
 def test_logits_that_do_not_fit_are_refused_in_one_line(
-    run_recipe: Run, tmp_path: Path, tiny_config: Path, tiny_checkpoint: Path
+    computed: Path, run_recipe: Run, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     def refused(*keys: str, recipe: str = "distill") -> str:
-        done = run_recipe(*keys, "num_steps=2", code=2, recipe=recipe)
-        (line,) = done.stderr.strip().splitlines()
+        line = refusal(run_recipe(*keys, "num_steps=2", code=2, recipe=recipe))
         assert not (tmp_path / "run").exists()
         return line
 
     assert "has no logits.json; write it with `lptune run precompute_logits`" in refused()
     assert "logits.top_k: 99999 is more than the" in refused("logits.top_k=99999", recipe="precompute_logits")
     assert not (tmp_path / "logits").exists()
-    run_recipe(recipe="precompute_logits")
+    shutil.copytree(computed, tmp_path / "logits")
     before = content(tmp_path / "logits")
     no_teacher = "teacher.path=null"
     for change, cause in (
-        (("data.max_rows=190",), "data.max_rows"),
-        (("data.seq_len=24",), "data.seq_len"),
-        (("seed=3",), "seed"),  # which decides the rows that data.eval_fraction holds out
-        (("data.chat_template=none",), "data.chat_template"),
-        (("data.train_on_prompt=true",), "data.train_on_prompt"),
+        ("data.max_rows=190", "data.max_rows"),
+        ("seed=3", "seed"),  # which decides the rows that data.eval_fraction holds out
+        ("data.chat_template=none", "data.chat_template"),
     ):
-        line = refused(*change, no_teacher)
+        line = refused(change, no_teacher)
         assert f"was computed for other training documents (changed: {cause})" in line
     line = refused("data.max_rows=190", recipe="precompute_logits")
     assert "(a digest of the training documents; changed: data.max_rows); restore it" in line
@@ -223,8 +217,6 @@ def test_logits_that_do_not_fit_are_refused_in_one_line(
     line = refused("distillation.temperature=3")
     assert "distillation.temperature: 3 is not among those of" in line
     assert "(1, 2, 4)" in line
-    line = refused("logits.top_k=8", recipe="precompute_logits")
-    assert "was begun with logits.top_k 16, this job has 8; restore it" in line
 
     other = make_teacher(tiny_checkpoint, tmp_path / "other", intermediate_size=128)
     line = refused(f"teacher.path={other}", recipe="precompute_logits")
@@ -238,33 +230,29 @@ def test_logits_that_do_not_fit_are_refused_in_one_line(
     assert "was computed with another tokenizer" in refused(f"model.path={other}", no_teacher)
     padded = make_teacher(tiny_checkpoint, tmp_path / "padded", vocab_size=2048)
     assert "config.json of model.path has vocab_size 2048" in refused(f"model.path={padded}", no_teacher)
-    assert "teacher.path: is required" in refused(no_teacher, "logits.folder=null")
-    assert "logits.folder: is required" in refused("logits.folder=null", recipe="precompute_logits")
     (tmp_path / "full").mkdir()
     for name in (".tmp-logits.json", ".lock", "thesis.txt"):  # the first two are what an early kill leaves
         (tmp_path / "full" / name).touch()
     line = refused(f"logits.folder={tmp_path / 'full'}", recipe="precompute_logits")
     assert "has no logits.json but thesis.txt; choose a new folder" in line
-    inside = (tmp_path / "logits").rename(tmp_path / "export")
-    line = refused(f"output_dir={tmp_path}", f"logits.folder={inside}")
+    inside = shutil.copytree(computed, tmp_path / "runs" / "export")
+    line = refused(f"output_dir={inside.parent}", f"logits.folder={inside}")
     assert f"would overwrite {inside}, which logits.folder names" in line
-    inside.rename(tmp_path / "logits")
     assert content(tmp_path / "logits") == before
 
 
 def test_a_plan_refuses_the_job_and_counts_no_teacher_for_a_student_from_disk(
     tiny_config: Path, tmp_path: Path
 ) -> None:
-    def plan(recipe: str, *keys: str) -> Any:
-        arguments = ["plan", recipe, "--config", str(tiny_config), *keys]
-        return warm.lptune(arguments, folder=tmp_path, environment={}, ranks=1, timeout_s=300)
+    def plan(recipe: str, *keys: str) -> tuple[int, str]:
+        done = warm.lptune(["plan", recipe, "--config", str(tiny_config), *keys], folder=tmp_path)
+        return done.returncode, done.stdout + done.stderr
 
-    done = plan("precompute_logits")
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert "plan: precompute_logits does not train: there is no step to plan" in line
-    from_disk, live = plan("distill"), plan("distill", "logits.folder=null")
-    assert from_disk.returncode == live.returncode == 0, from_disk.stderr
-    assert "\nteacher" in live.stdout
-    assert "\nteacher" not in from_disk.stdout
-    assert "--teacher-preset: no teacher runs" in plan("distill", "--teacher-preset", "qwen3/tiny").stderr
+    code, said = plan("precompute_logits")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "plan: precompute_logits does not train: there is no step to plan" in said
+    (code, from_disk), (live_code, live) = plan("distill"), plan("distill", "logits.folder=null")
+    assert code == live_code == 0, from_disk
+    assert "\nteacher" in live
+    assert "\nteacher" not in from_disk
+    assert "--teacher-preset: no teacher runs" in plan("distill", "--teacher-preset", "qwen3/tiny")[1]

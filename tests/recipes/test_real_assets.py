@@ -6,7 +6,8 @@ import pytest
 import torch
 import yaml
 
-from tests.recipes.conftest import Run, read_metrics
+from lptune import checkpoint, models
+from tests.recipes.conftest import Run, evaluations
 
 # The tokenizer brings no template. The answer ends with eos, so that the model learns where to stop.
 CHAT_TEMPLATE = (
@@ -16,27 +17,17 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
-OPENAI_MESSAGES = {
-    "data": {"source": "openai_messages.jsonl", "chat_template": CHAT_TEMPLATE, "eval_fraction": 0.1},
-    "global_batch_size": 8,
-    "num_epochs": 20,
-}
-GSM8K = {
-    "data": {"source": "gsm8k_train.jsonl", "eval_fraction": 0.01},
-    "global_batch_size": 16,
-    "num_steps": 100,
-}
 
 
-def _config(assets: Path, folder: Path, job: dict[str, object]) -> Path:
-    data = job["data"]
-    assert isinstance(data, dict)
+def _config(assets: Path, folder: Path) -> Path:
+    source = str(assets / "data" / "openai_messages.jsonl")
     values = {
-        **job,
         "model": {"path": str(assets / "models" / "story_llama")},
-        "data": data | {"source": str(assets / "data" / data["source"]), "seq_len": 512},
+        "data": {"source": source, "chat_template": CHAT_TEMPLATE, "eval_fraction": 0.1, "seq_len": 512},
         "optimizer": {"lr": 1.0e-3},
         "schedule": {"warmup_steps": 5},
+        "global_batch_size": 8,
+        "num_epochs": 20,
         "micro_batch_size": 4,
         "compile": "none",
         "activation_checkpointing": "none",
@@ -47,32 +38,21 @@ def _config(assets: Path, folder: Path, job: dict[str, object]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        pytest.param(OPENAI_MESSAGES, id="openai_messages"),
-        pytest.param(GSM8K, id="gsm8k", marks=pytest.mark.slow),
-    ],
-)
 def test_held_out_loss_falls_by_a_fifth_and_int8_ends_within_one_percent_of_bfloat16(
-    assets: Path, run_recipe: Run, tmp_path: Path, job: dict[str, object]
+    assets: Path, run_recipe: Run, tmp_path: Path
 ) -> None:
-    config = _config(assets, tmp_path, job)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = _config(assets, tmp_path)
     ends = {}
     for kind in ("none", "int8_rowcol"):
         run_recipe(f"precision.kind={kind}", f"output_dir={tmp_path / kind}", config=config)
-        evaluated = [r["eval_loss"] for r in read_metrics(tmp_path / kind) if "eval_loss" in r]
+        evaluated = [record["eval_loss"] for record in evaluations(tmp_path / kind)]
         assert evaluated[-1] <= 0.8 * evaluated[0], kind
         ends[kind] = evaluated[-1]
     assert ends["int8_rowcol"] == pytest.approx(ends["none"], rel=0.01)
-    _assert_transformers_agrees(tmp_path / "int8_rowcol" / "export")
 
-
-def _assert_transformers_agrees(export: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from lptune import checkpoint, models
-
+    export = tmp_path / "int8_rowcol" / "export"
     theirs = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     ours = models.build_on_meta(models.read_config(export))
     ours.to_empty(device="cpu")

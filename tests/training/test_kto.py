@@ -2,14 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lptune import data, distributed, models, training
@@ -22,8 +20,9 @@ from lptune.data.packing import one_document_per_row, pack
 from lptune.distributed.shards import local_rows
 from lptune.models import PRESETS
 from tests.helpers.models_oracle import Twins, twins
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import Ranks
 from tests.helpers.trl_peer import loss_of
+from tests.training.test_preference import alone, assert_equal_gradients
 
 batch_loss = load_main(catalog.recipes()["full_kto"]).__globals__["batch_loss"]
 
@@ -67,12 +66,6 @@ def config(micro_batch_size: int = 1) -> KtoConfig:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    with distributed.session("cpu") as alone:
-        yield alone
-
-
-@pytest.fixture(scope="module")
 def before() -> Twins:
     """The model before training."""
     return twins(TINY)
@@ -89,16 +82,6 @@ def model() -> Twins:
             mine.lerp_(its, 0.2)
     made.ours.load_state_dict(made.theirs.state_dict())
     return made
-
-
-def alone(theirs: nn.Module, rows: data.Rows, number: int) -> Tensor:
-    """log π of the answer of one document, by transformers."""
-    start, stop = rows.documents.place(number)
-    tokens_S = torch.from_numpy(rows.documents.tokens_T[start:stop]).long()
-    is_target_S = torch.from_numpy(rows.documents.is_target_T[start:stop])
-    log_p_SV = theirs(tokens_S[None]).logits[0, :-1].log_softmax(-1)
-    log_p_S: Tensor = log_p_SV.gather(1, tokens_S[1:, None])[:, 0]
-    return log_p_S[is_target_S[1:]].sum()
 
 
 def numbers_of_step(rows: data.Rows) -> list[int]:
@@ -143,9 +126,8 @@ def of_one_step(
                 local, start = local_rows(parameter)
                 local.copy_(weights[name][start : start + local.shape[0]])
         if weights is past:
-            reference_N2 = training.answers_log_p(model, {"train": rows}, cfg, world, mismatched=True)[
-                "train"
-            ]
+            found = training.answers_log_p(model, {"train": rows}, cfg, world, mismatched=True)
+            reference_N2 = found["train"]
     loader = data.Loader.for_run(rows, cfg, rank=world.data_rank, num_ranks=world.data_size)
     z = training.unrelated_ratio(model, loader.mismatched(0), reference_N2, world)
     sums_M = torch.zeros(len(training.SUMS))
@@ -160,37 +142,22 @@ def of_one_step(
     return found
 
 
-def _save_step(rank: int, num_ranks: int, folder: str, micro_batch_size: int) -> None:
+def _of_one_step_on(rank: int, num_ranks: int, *arguments: Any) -> dict[str, Tensor]:
     with distributed.session("cpu") as world:
-        weights = [load_file(f"{folder}/{name}.safetensors") for name in ("now", "past")]
-        found = of_one_step(world, weights[0], weights[1], micro_batch_size)
-        if world.is_main:
-            save_file({k: v.contiguous() for k, v in found.items()}, f"{folder}/found.safetensors")
+        return of_one_step(world, *arguments)
 
 
 @pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(1, 1), (1, 4), (2, 2)])
 def test_loss_and_gradients_equal_transformers_with_each_answer_alone(
-    num_ranks: int,
-    micro_batch_size: int,
-    model: Twins,
-    before: Twins,
-    world: distributed.World,
-    tmp_path: Path,
+    num_ranks: int, micro_batch_size: int, model: Twins, before: Twins, ranks: Ranks
 ) -> None:
     wanted, mean = by_the_paper(model.theirs, before.theirs, answers())
     assert mean > 0.1, "z is not cut off at 0"
     wanted.backward()  # type: ignore[no-untyped-call]
-    weights = {
-        name: {key: each.detach().clone() for key, each in of.theirs.named_parameters()}
-        for name, of in (("now", model), ("past", before))
-    }
-    if num_ranks == 1:
-        found = of_one_step(world, weights["now"], weights["past"], micro_batch_size)
-    else:
-        for name, tensors in weights.items():
-            save_file(tensors, tmp_path / f"{name}.safetensors")
-        run_ranks(num_ranks, _save_step, str(tmp_path), micro_batch_size)
-        found = load_file(tmp_path / "found.safetensors")
+    now, past = (
+        {key: each.detach().clone() for key, each in of.theirs.named_parameters()} for of in (model, before)
+    )
+    found = ranks.run(_of_one_step_on, num_ranks, now, past, micro_batch_size)[0]
     assert found["metric loss"].item() == pytest.approx(wanted.item(), rel=1e-5)
     assert found["metric kl"].item() == pytest.approx(mean, rel=1e-4)  # of differences of sums of about 30
     for name, parameter in model.theirs.named_parameters():
@@ -323,12 +290,7 @@ def test_loss_and_gradients_equal_those_of_trl(
     assert mean.item() == pytest.approx(wanted.item(), rel=1e-5)
     wanted.backward()  # type: ignore[no-untyped-call]
     mean.backward()  # type: ignore[no-untyped-call]
-    theirs = dict(model.theirs.named_parameters())
-    for key, parameter in model.ours.named_parameters():
-        its = theirs[key].grad
-        assert its is not None
-        assert parameter.grad is not None
-        assert (parameter.grad - its).norm() <= 1e-5 * its.norm(), key
+    assert_equal_gradients(model)
 
 
 def _trl_loss(rows: data.Rows, model: Twins, before: Twins, folder: Path) -> Tensor:

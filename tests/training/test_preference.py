@@ -1,7 +1,6 @@
 """Preference losses: against transformers with each answer alone, against TRL, packed against unpacked."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,12 +66,6 @@ def config(loss: PreferenceLossConfig = LOSSES["dpo"]) -> PreferenceConfig:
         preference=loss,
         micro_batch_size=2,
     )
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
-    with distributed.session("cpu") as alone:
-        yield alone
 
 
 @pytest.fixture
@@ -142,10 +135,10 @@ def test_loss_and_gradients_of_packed_preferences_equal_transformers_with_each_a
 
     assert loss.item() == pytest.approx(total.item(), rel=1e-5)
     assert metrics_M[training.METRICS.index("loss")] == loss.detach()
-    _assert_equal_gradients(model)
+    assert_equal_gradients(model)
 
 
-def _assert_equal_gradients(model: Twins) -> None:
+def assert_equal_gradients(model: Twins) -> None:
     theirs = dict(model.theirs.named_parameters())
     for key, parameter in model.ours.named_parameters():
         wanted, found = theirs[key].grad, parameter.grad
@@ -233,7 +226,7 @@ def test_losses_equal_those_of_trl(
         assert mean.item() == pytest.approx(wanted.item(), rel=1e-5)
         wanted.backward()  # type: ignore[no-untyped-call]
         mean.backward()
-        _assert_equal_gradients(model)
+        assert_equal_gradients(model)
         return
     with torch.no_grad():
         log_p_N = torch.stack([alone(model.theirs, rows, i) for i in range(rows.num_documents)])

@@ -1,5 +1,7 @@
-"""The record of a step: rates leave out compilation, and rows say when they were written."""
+"""The record of a step: rates leave out compilation; utilization is by the peaks of the exact device."""
 
+import dataclasses
+import re
 from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from lptune import distributed, training
-from lptune.distributed import Compiled
+from lptune import distributed, linear, models, training
+from lptune.config import PrecisionConfig
+from lptune.distributed import Compiled, World
+from lptune.hardware.devices import DEVICES, known_device
 
 TOKENS_PER_STEP = 640
 
@@ -85,3 +90,144 @@ def test_a_record_says_when_it_was_made() -> None:
     # To the millisecond, rounded down.
     assert -0.001 <= (made - before).total_seconds() <= (datetime.now(UTC) - before).total_seconds()
     assert made.tzinfo == UTC
+
+
+LENGTHS = np.array([5, 11, 16, 1, 15, 32])  # two rows of 16 and one of 32, say
+GEMMA = models.config_from_dict(models.PRESETS["gemma3"]["tiny"], "test")
+LLAMA = models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test")
+
+
+def _documents(row: list[int]) -> models.DocumentBounds:
+    """One row of documents of these lengths."""
+    lengths = torch.tensor(row)
+    return models.DocumentBounds(
+        positions_BS=torch.cat([torch.arange(n) for n in row])[None],
+        index_BS=torch.repeat_interleave(torch.arange(len(row)), lengths)[None],
+        offsets=torch.cat([torch.zeros(1), lengths.cumsum(0)]).int(),
+    )
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma3 with windows"])
+@pytest.mark.parametrize("row", [[16], [5, 11], [1, 1, 7, 2, 5], [9, 40]], ids=str)
+def test_attention_flops_are_those_of_the_pairs_that_the_mask_lets_see_each_other(
+    config: models.DecoderConfig, row: list[int]
+) -> None:
+    from lptune.models.documents import visibility_mask
+
+    documents = _documents(row)
+    num_pairs = sum(
+        int(visibility_mask(documents, sum(row), layer.window, torch.device("cpu")).sum())
+        for layer in config.layers
+    )
+    assert config.attention_flops(row) == 12 * config.num_heads * config.head_dim * num_pairs
+
+
+def test_with_linear_layers_they_are_what_torch_counts_of_a_step() -> None:
+    """torch counts the whole square of an attention, which all pairs of tokens would be."""
+    config = dataclasses.replace(LLAMA, attention_softcap=50.0)  # the formula as written: plain GEMMs
+    batch, seq_len = 2, 24
+    model = models.build_on_meta(config)
+    plan = linear.convert(model, PrecisionConfig(kind="none"))
+    tokens_BS = torch.zeros(batch, seq_len, dtype=torch.int64, device="meta")
+    documents = models.DocumentBounds.single(batch, seq_len, "meta")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens_BS, documents, tokens_BS).backward()
+    pairs = seq_len * (seq_len + 1) // 2
+    attention = config.attention_flops([seq_len] * batch) * seq_len**2 / pairs
+    assert counter.get_total_flops() == plan.flops_per_token * batch * seq_len + attention
+
+
+def _utilization(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str, num_devices: int = 1, dtype: str = "bfloat16"
+) -> tuple[training.UtilizationMeter, linear.Plan, list[str]]:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    model = models.build_on_meta(LLAMA)
+    precision = PrecisionConfig(kind=kind, emulate=kind != "none")
+    plan = linear.convert(model, precision)
+    said: list[str] = []
+    world = World(rank=0, size=num_devices, device=torch.device("cuda"), mesh=None)  # type: ignore[arg-type]
+    meter = training.UtilizationMeter(plan, LLAMA, world, getattr(torch, dtype), say=said.append)
+    return meter, plan, said
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bf16", "low"),
+    [
+        ("NVIDIA H100 80GB HBM3", "int8_rowcol", 989.5e12, 1979e12),
+        ("NVIDIA H100 PCIe", "int8_rowcol", 756.5e12, 1513e12),
+        ("NVIDIA H100 NVL", "float8_rowwise", 835.5e12, 1670.5e12),
+        ("NVIDIA GeForce RTX 4090", "int8_rowcol", 165.2e12, 660.6e12),
+        # Float8 that is summed in float32, at half the rate of INT8.
+        ("NVIDIA GeForce RTX 4090", "float8_tensorwise", 165.2e12, 330.3e12),
+    ],
+)
+def test_mfu_is_the_time_at_the_peaks_of_that_very_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, kind: str, bf16: float, low: float
+) -> None:
+    meter, plan, said = _utilization(monkeypatch, name, kind, num_devices=4)
+    attention = LLAMA.attention_flops(LENGTHS)
+    linear_flops = plan.flops_per_token * 80
+    used = meter(0.5, LENGTHS, 0.75)
+    best_s = (0.75 * linear_flops / low + (0.25 * linear_flops + attention) / bf16) / 4
+    assert used.mfu == pytest.approx(best_s / 0.5, rel=1e-12)
+    assert used.bf16_mfu == pytest.approx((linear_flops + attention) / bf16 / 4 / 0.5, rel=1e-12)
+    assert meter(0.5, LENGTHS, None) == (None, used.bf16_mfu)  # verification was off
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100X"]
+)
+def test_a_device_that_is_not_in_the_table_has_no_mfu_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    meter, _, said = _utilization(monkeypatch, name, "int8_rowcol")
+    assert [meter(0.5, LENGTHS, 0.75), meter(0.5, LENGTHS, 0.75)] == [(None, None)] * 2
+    (line,) = said
+    assert name in line
+
+
+def test_a_dtype_without_a_peak_has_no_mfu_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind, dtype, word in (
+        ("NVIDIA A100-SXM4-80GB", "float8_rowwise", "bfloat16", "float8"),
+        ("NVIDIA H200", "int8_rowcol", "float32", "float32"),
+    ):
+        meter, _, said = _utilization(monkeypatch, name, kind, dtype=dtype)
+        used = meter(0.5, LENGTHS, 0.75)
+        assert used.mfu is None
+        assert used.bf16_mfu is not None
+        (line,) = said
+        assert word in line
+
+
+def test_a_cpu_has_no_mfu(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = linear.convert(models.build_on_meta(LLAMA), PrecisionConfig(kind="int8_rowcol"))
+    world = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
+    meter = training.UtilizationMeter(plan, LLAMA, world, torch.bfloat16)
+    assert meter(0.5, LENGTHS, 0.75) == (None, None)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_format_without_a_peak_of_its_own_gets_no_other_peak() -> None:
+    device = DEVICES[0]
+    assert device.peak("e5m2") == device.float8
+    with pytest.raises(KeyError, match="int4"):
+        device.peak("int4")
+
+
+def test_the_table_names_each_device_once_with_dense_peaks_and_their_source() -> None:
+    assert len({device.name for device in DEVICES}) == len({device.key for device in DEVICES}) == len(DEVICES)
+    for device in DEVICES:
+        assert known_device(f"NVIDIA {device.name}") is known_device(device.name) is device
+        # Of dense figures INT8 is twice bfloat16, on GeForce four times, since that halves float32 sums. A
+        # figure with sparsity beside one without would be off by another factor of 2.
+        is_geforce = device.name.startswith("GeForce")
+        assert device.int8 / device.bf16 == pytest.approx(4 if is_geforce else 2, rel=0.02)
+        if device.float8 is None:
+            assert device.capability < (8, 9)
+        else:
+            assert device.float8 == pytest.approx(device.int8 / (2 if is_geforce else 1), rel=0.02)
+        printed = [float(n) for n in re.findall(r"\d+(?:\.\d+)?", device.source.replace(",", ""))]
+        times = 2 if "with sparsity" in device.source else 1
+        for peak in {device.bf16, device.int8, device.float8 or device.int8}:
+            assert times * peak / 1e12 in printed, device

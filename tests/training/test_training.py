@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune import distributed, training
 from lptune.base.errors import UserError
 from lptune.config import LoggingConfig, OptimizerConfig, ScheduleConfig
+from tests.helpers.tiny_run import clip_grad_norm
 
 
 def _rates(num_steps: int = 10, **keys: object) -> list[float]:
@@ -121,13 +122,13 @@ def test_weight_decay_is_on_matrices_only() -> None:
 def test_clipping_reports_the_norm_before_and_bounds_the_norm_after() -> None:
     model = nn.Linear(4, 4)
     model.weight.grad, model.bias.grad = torch.full((4, 4), 3.0), torch.full((4,), 4.0)
-    norm = training.clip_grad_norm(model, 1.0)
+    norm = clip_grad_norm(model, 1.0)
     expected = math.sqrt(16 * 9 + 4 * 16)
     assert float(norm) == pytest.approx(expected)
     after = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))  # type: ignore[union-attr]
     assert after == pytest.approx(1.0, rel=1e-5)
     model.weight.grad.fill_(3.0)
-    training.clip_grad_norm(model, 0.0)
+    clip_grad_norm(model, 0.0)
     assert (model.weight.grad == 3.0).all()
 
 
@@ -156,7 +157,7 @@ def test_norm_and_clipping_are_one_operator_each_for_all_gradients(is_sharded: b
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 3.0)
             with _Operators() as operators:
-                training.clip_grad_norm(model, 1.0)
+                clip_grad_norm(model, 1.0)
             names.append([name for name in operators.names if name not in ("detach", "view")])
     assert names[0] == names[1]
     assert names[0].count("_foreach_norm") == names[0].count("_foreach_mul_") == 1
@@ -171,7 +172,7 @@ def test_clipped_gradients_have_the_bits_of_torch(dtype: torch.dtype, max_norm: 
     twin = copy.deepcopy(model)
     for ours, its in zip(model.parameters(), twin.parameters(), strict=True):
         its.grad = ours.grad.clone()  # type: ignore[union-attr]
-    norm = training.clip_grad_norm(model, max_norm)
+    norm = clip_grad_norm(model, max_norm)
     nn.utils.clip_grads_with_norm_(twin.parameters(), max_norm, norm)
     for ours, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.grad, its.grad)  # type: ignore[arg-type]
@@ -179,8 +180,8 @@ def test_clipped_gradients_have_the_bits_of_torch(dtype: torch.dtype, max_norm: 
 
 def test_without_gradients_the_norm_is_zero_and_without_parameters_to_train_there_is_no_optimizer() -> None:
     model = nn.Linear(4, 4)
-    assert float(training.clip_grad_norm(model, 1.0)) == 0.0
-    assert float(training.clip_grad_norm(nn.Module(), 1.0)) == 0.0
+    assert float(clip_grad_norm(model, 1.0)) == 0.0
+    assert float(clip_grad_norm(nn.Module(), 1.0)) == 0.0
     with distributed.session("cpu") as world:
         before = model.weight.detach().clone()
         optimizer = training.build_optimizer(model, OptimizerConfig())

@@ -1,10 +1,9 @@
 """A step that is not finite leaves no trace, on any rank, and the host does not have to look for it first."""
 
-import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,16 +18,10 @@ from lptune import data, distributed, linear, models, training
 from lptune.config import LoggingConfig, OptimizerConfig, ParallelConfig
 from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
-from tests.helpers.tiny_run import TinyRun
+from tests.helpers.tiny_run import TinyRun, clip_grad_norm
 
 KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only")
 BATCH_LOSS = tiny_run.batch_loss
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 class _BadGradient(torch.autograd.Function):
@@ -267,39 +259,6 @@ def test_an_optimizer_that_does_not_read_found_inf_is_not_called_in_a_skipped_st
     ]
 
 
-def test_a_fused_optimizer_without_a_sharding_rule_is_refused_where_parameters_are_sharded() -> None:
-    model = nn.Linear(2, 2)
-    with distributed.session("cpu") as world:
-        training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
-        fully_shard(model, mesh=world.mesh)
-        with pytest.raises(ValueError, match=r"SGD: torch has no sharding rule .*; leave out fused=True"):
-            training.Update(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True), world, 1.0)
-
-
-@pytest.mark.parametrize("has_own_step", [False, True])
-def test_a_subclass_of_a_fused_optimizer_is_refused_unless_it_has_a_step_of_its_own(
-    has_own_step: bool,
-) -> None:
-    """torch replaces `step` in the class of the first optimizer of a class: that is no step of its own."""
-
-    class Momentum(training.ListsMoments, torch.optim.SGD):
-        MOMENTS, COUNT = ("momentum_buffer",), None
-
-    class OwnStep(Momentum):
-        def step(self, closure: None = None) -> None:  # type: ignore[override]
-            """Does nothing."""
-
-    # An SGD made by an earlier test would hide the defect: its `step` is wrapped already.
-    with pytest.MonkeyPatch.context() as patch, distributed.session("cpu") as world:
-        patch.setattr(torch.optim.SGD, "step", inspect.unwrap(torch.optim.SGD.step))
-        model = nn.Linear(2, 2)
-        fully_shard(model, mesh=world.mesh)
-        made = (OwnStep if has_own_step else Momentum)(model.parameters(), lr=0.1, fused=True)
-        refused = pytest.raises(ValueError, match=r"Momentum: torch has no sharding rule")
-        with nullcontext() if has_own_step else refused:
-            training.Update(model, made, world, 1.0)
-
-
 def _norms_beside_plain(rank: int, num_ranks: int, is_sharded: bool) -> list[float]:
     """The norm of 4 x 4 gradients of 3 and a plain vector of 4, by clip_grad_norm and by an update."""
     with distributed.session("cpu") as world:
@@ -311,7 +270,7 @@ def _norms_beside_plain(rank: int, num_ranks: int, is_sharded: bool) -> list[flo
         for clips in (True, False):
             model.weight.grad, model.bias.grad = torch.full_like(model.weight, 3.0), torch.full((4,), 4.0)
             if clips:
-                found.append(float(training.clip_grad_norm(model, 0.0)))
+                found.append(float(clip_grad_norm(model, 0.0)))
             else:
                 # Two groups: the fused kernel takes no DTensor beside a plain tensor.
                 groups = [{"params": [model.weight]}, {"params": [model.bias]}]

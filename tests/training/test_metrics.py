@@ -1,10 +1,16 @@
-"""What a terminal or a log shows of a step: no line is wider than 80 columns, and the bar keeps its shape."""
+"""What a terminal, a log and trackers get of each step: lines of at most 80 columns, a bar, numbers."""
 
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lptune.training.step_lines import Bar, TimeLeft, evaluation_line, step_line
+from lptune.config import LoggingConfig
+from lptune.training.metrics import Bar, TimeLeft, evaluation_line, step_line
+from lptune.training.trackers import open_trackers
 from tests.base.test_progress import terminal
 
 RECORD: dict[str, Any] = {
@@ -48,7 +54,7 @@ def test_an_evaluation_is_a_line_of_its_own_with_the_loss_of_each_source() -> No
 
 def test_the_time_left_leaves_out_the_first_step_which_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("lptune.training.step_lines.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lptune.training.metrics.time.monotonic", lambda: now[0])
     left = TimeLeft(101)
     now[0] = 300.0
     left.add(11)
@@ -86,3 +92,61 @@ def test_a_wide_terminal_shows_the_learning_rate_too(monkeypatch: pytest.MonkeyP
         bar._bar.refresh()
         assert "3 skipped  loss 2.9979  25,069 tok/s  0.5 GiB  lr 3.0e-03" in screen.lines()[-1]
         bar.close()
+
+
+CONFIG = "model:\n  path: m\noptimizer:\n  lr: 0.001\nsecret: ${oc.env:TOKEN}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that has begun."""
+    monkeypatch.setenv("TOKEN", "do not show")
+    run = tmp_path / "my-run"
+    run.mkdir()
+    (run / "config.yaml").write_text(CONFIG, encoding="utf-8")
+    (run / "run.json").write_text(json.dumps({"id": "1a2b3c4d", "launches": []}), encoding="utf-8")
+    return run
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_continues_the_run_of_the_same_id(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    calls: list[tuple[str, Any]] = []
+    fake = SimpleNamespace(
+        init=lambda **keys: calls.append(("init", keys)),
+        log=lambda values, step: calls.append(("log", (values, step))),
+        finish=lambda: calls.append(("finish", None)),
+    )
+    monkeypatch.setitem(sys.modules, name, fake)
+    (tracker,) = open_trackers(folder, LoggingConfig(**{f"{name}_project": "p"}), 7)
+    tracker.log({"loss": 1.5}, 8)
+    tracker.close()
+    (_, keys), *others = calls
+    assert others == [("log", ({"loss": 1.5}, 8)), ("finish", None)]
+    assert keys["project"] == "p"
+    assert keys["resume"] == "allow"
+    assert keys["config"]["optimizer"] == {"lr": 0.001}
+    assert "do not show" not in str(keys), "a variable's value may be a secret"
+    assert (
+        (keys["id"], keys["name"]) == ("1a2b3c4d", "my-run")
+        if name == "wandb"
+        else keys["name"] == ("my-run-1a2b3c4d")
+    )
+
+
+def test_tensorboard_hides_the_steps_that_come_again(folder: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = LoggingConfig(tensorboard=True)
+    for first_step, losses in ((0, [3.0, 2.0, 1.0]), (1, [2.5, 1.5])):
+        (tracker,) = open_trackers(folder, cfg, first_step)
+        for step, loss in enumerate(losses, first_step + 1):
+            tracker.log({"loss": loss}, step)
+        tracker.close()
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (2, 2.5), (3, 1.5)]
+    (text,) = events.Tensors("config.yaml/text_summary")
+    assert b"lr: 0.001" in text.tensor_proto.string_val[0]

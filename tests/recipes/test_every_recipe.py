@@ -1,0 +1,164 @@
+"""What every training recipe does alike: early stops, averages, samples, shadow checks, freezing, stops."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lptune.data import load_tokenizer
+from tests.helpers import warm
+from tests.helpers.tiny_recipe import (
+    write_config,
+    write_labelled,
+    write_preferences,
+    write_rows,
+    write_texts,
+)
+from tests.recipes.conftest import differing, losses, read_lines, read_metrics, runner, weights
+from tests.recipes.test_early_stop import end_of, evaluation_losses
+
+BASE_END, CLOSING = "<|pad|>", "<|im_end|>"
+RECIPES: dict[str, tuple[Callable[[Path, int], Path], dict[str, Any]]] = {
+    "full_finetune": (write_rows, {}),
+    "continued_pretrain": (write_texts, {}),
+    "full_dpo": (write_preferences, {}),
+    "full_kto": (write_labelled, {}),
+    "distill": (write_rows, {"distillation": {"labels": 0.5}}),
+}
+FROZEN = "model.layers.0.mlp."
+KEYS = {
+    # A rate at which the first evaluation is worse than that of the base.
+    "optimizer": {"lr": 0.5, "ema_decay": 0.5}, "schedule": {"kind": "constant", "warmup_steps": 0},
+    "num_steps": 40, "eval_every_steps": 1, "early_stop_after": 1, "num_samples": 3, "freeze": [FROZEN + "*"],
+    "precision": {"kind": "int8_rowcol", "stochastic_rounding": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny checkpoint as a base model: no file of it says that `<|im_end|>` ends an answer."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("base") / "model")
+    end = load_tokenizer(folder).backend.token_to_id(BASE_END)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"eos_token_id": end}), encoding="utf-8")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    named = json.loads(path.read_text("utf-8")) | {"eos_token": BASE_END}
+    path.write_text(json.dumps(named), encoding="utf-8")
+    return folder
+
+
+class Ran(NamedTuple):
+    """A finished run of a recipe."""
+
+    recipe: str
+    folder: Path
+    said: str
+    without: Path
+    """The folder of the same run without shadow checks."""
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def ran(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    write, more = RECIPES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    source = write(folder / "rows.jsonl", 160)
+    data = {"source": str(source), "seq_len": 192, "eval_fraction": 0.2}
+    more = more | ({"teacher": {"path": str(base)}} if request.param == "distill" else {})
+    config = write_config(folder / "own.yaml", base, folder / "with", data=data, **(KEYS | more))
+    run = runner(request.param, config)
+    said = run("precision.shadow_every=1").stdout
+    run(f"output_dir={folder / 'without'}")
+    return Ran(request.param, folder / "with", said, folder / "without")
+
+
+def test_each_stops_early_averages_its_weights_and_shows_samples(ran: Ran) -> None:
+    end, _ = end_of(evaluation_losses(ran.folder), after=1)
+    assert f"stopped early after step {end} of 40: 1 evaluations without" in ran.said
+    assert f"compared with the moving averages in step-{end:08d})" in ran.said
+    samples = read_lines(ran.folder / "samples.jsonl")
+    assert [(each["step"], each["when"]) for each in samples] == [
+        *[(0, "before training")] * 3,
+        *[(end, "after training")] * 3,
+    ]
+    assert len({each["prompt"] for each in samples}) == 3
+    # What was rejected, or labelled undesirable, is no reference.
+    assert not any(each["reference"].startswith("Sorry") for each in samples)
+
+
+def test_each_makes_shadow_checks_that_change_no_bit(ran: Ran) -> None:
+    check, row = read_lines(ran.folder / "shadow.jsonl")[0], read_metrics(ran.folder)[1]
+    # Per target, answer or preference, as the recipe reports it. The micro-batch is one of four of the step.
+    assert check["step"] == row["step"] == 1
+    assert check["loss"] == pytest.approx(row["loss"], rel=0.3)
+    assert check["loss"] != check["shadow_loss"]
+    assert abs(check["loss"] - check["shadow_loss"]) < 0.05
+    assert row["shadow_worst_sqnr_db"] > 10
+    assert len(check["layers"]) == 14
+    assert losses(ran.folder) == losses(ran.without)
+    manifests = [
+        [path.read_text("utf-8") for path in sorted(folder.glob("checkpoints/step-*/manifest.json"))]
+        for folder in (ran.folder, ran.without)
+    ]
+    assert manifests[0] == manifests[1] != []
+
+
+def test_each_keeps_what_is_frozen_and_trains_the_rest(ran: Ran, base: Path) -> None:
+    names = weights(base).keys()
+    frozen = {name for name in names if name.startswith(FROZEN)}
+    assert len(frozen) == 3
+    assert differing(weights(ran.folder / "export"), weights(base)) == names - frozen
+
+
+def _ids(folder: Path, *texts: str) -> list[int]:
+    return [load_tokenizer(folder).backend.token_to_id(text) for text in texts]
+
+
+def test_each_export_ends_generation_where_its_rows_end_answers(ran: Ran, base: Path) -> None:
+    """Raw text ends with the base's own token: continued_pretrain changes no file, chat template or not."""
+    path = ran.folder / "export" / "generation_config.json"
+    if ran.recipe == "continued_pretrain":
+        assert not path.exists()
+        assert path.name not in ran.said
+        return
+    assert json.loads(path.read_text("utf-8"))["eos_token_id"] == _ids(base, BASE_END, CLOSING)
+    assert f"generation ends at {CLOSING}" in ran.said
+
+
+def test_transformers_stops_where_lptune_does(base: Path, tmp_path: Path) -> None:
+    """With the export of a run, and with what `lptune export` makes of its checkpoint elsewhere."""
+    import transformers
+
+    rows = [{"prompt": f"say {i % 7}", "response": "yes"} for i in range(64)]
+    source, prompts = tmp_path / "rows.jsonl", tmp_path / "prompts.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    prompts.write_text('{"prompt": "say 3"}\n', encoding="utf-8")
+    config = write_config(
+        tmp_path / "run.yaml", base, tmp_path / "run", num_steps=40, eval_every_steps=0,
+        data={"source": str(source), "seq_len": 64}, optimizer={"lr": 1e-2, "ema_decay": 0.5},
+    )  # fmt: skip
+    runner("full_finetune", config)()
+    again = tmp_path / "again"
+    warm.lptune(["export", str(tmp_path / "run"), str(again)], folder=tmp_path).check_returncode()
+    generation = tmp_path / "generation.yaml"
+    content = {
+        "prompts": {"source": str(prompts)}, "sampling": {"temperature": 0, "max_new_tokens": 12},
+        "compute_dtype": "float32", "device": "cpu",
+    }  # fmt: skip
+    generation.write_text(json.dumps(content), encoding="utf-8")
+    for number, model in enumerate([tmp_path / "run", again]):
+        output = tmp_path / f"answers-{number}.jsonl"
+        runner("generate", generation)(f"model.path={model}", f"output={output}")
+        assert read_lines(output)[0]["generated"] == "yes"
+    tokenizer = load_tokenizer(again)
+    chat = [{"role": "user", "content": "say 3"}]
+    ids = tokenizer.encode(tokenizer.render_chat(chat, add_generation_prompt=True), add_special=False)
+    for folder in (tmp_path / "run" / "export", again):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        found = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=12)
+        answer = found[0, len(ids) :].tolist()
+        assert tokenizer.decode(answer, skip_special=False) == f"yes{CLOSING}"
