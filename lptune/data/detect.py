@@ -12,9 +12,10 @@ from typing import Any
 
 from lptune.base.errors import UserError, closest
 from lptune.config import DataConfig
-from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES
+from lptune.data.errors import listed
 from lptune.data.formats import (
     CHOSEN_NAMES,
+    HISTORY_NAMES,
     INPUT_NAMES,
     LABEL_NAMES,
     MESSAGES_NAMES,
@@ -22,14 +23,13 @@ from lptune.data.formats import (
     PROMPT_NAMES,
     REJECTED_NAMES,
     RESPONSE_NAMES,
+    SYSTEM_NAMES,
     TEXT_NAMES,
     Format,
-    listed,
     placeholders,
 )
-from lptune.data.messages import ANSWER_ROLES, TOOLS_NAMES, is_messages, is_missing
+from lptune.data.messages import ANSWER_ROLES, TOOLS_NAMES, is_chat, is_messages, is_missing, is_transcript
 from lptune.data.sources import Row
-from lptune.data.transcripts import is_chat, is_transcript
 
 _PLAIN_NAMES = (("chosen",), ("rejected",))
 """Names of preferences' columns that are refused beside any others; the rest, where nothing else is found."""

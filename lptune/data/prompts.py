@@ -16,24 +16,22 @@ from typing import Any, NamedTuple
 
 from lptune.base.errors import UserError, closest
 from lptune.config import PromptsConfig, check_sources, entries
-from lptune.data.errors import BadRows, RowError
+from lptune.data.errors import BadRows, RowError, listed
 from lptune.data.formats import (
     INPUT_NAMES,
     MESSAGES_NAMES,
     PROMPT_NAMES,
     TEXT_NAMES,
     fill,
-    listed,
     optional_text,
     placeholders,
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import TOOLS_NAMES, is_messages, read_tools
+from lptune.data.messages import TOOLS_NAMES, is_messages, read_chat, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
-from lptune.data.transcripts import read_chat
-from lptune.data.unwritten import UnwrittenFinder
+from lptune.data.turns import UnwrittenFinder
 
 _DETECTION_ROWS = 32
 _DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")

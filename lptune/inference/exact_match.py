@@ -24,8 +24,8 @@ from lptune.base.errors import UserError, closest
 from lptune.base.files import write_errors, write_text
 from lptune.config import AnswersConfig, PromptsConfig
 from lptune.data import Prompt, Tokenizer, read_prompts
-from lptune.data.errors import RowError
-from lptune.data.formats import MESSAGES_NAMES, RESPONSE_NAMES, listed, required_text
+from lptune.data.errors import RowError, listed
+from lptune.data.formats import MESSAGES_NAMES, RESPONSE_NAMES, required_text
 from lptune.data.messages import is_messages, read_messages
 from lptune.data.sources import Row
 from lptune.inference.rounds import Finished

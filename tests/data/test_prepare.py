@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare, tokenization
+from lptune.data.order import split_by_prompt
 from lptune.data.sources import Row
-from lptune.data.split import split_by_prompt
 from tests.helpers.chat_templates import (
     CHATML,
     CHATML_MARKED,
@@ -28,21 +28,6 @@ from tests.helpers.chat_templates import (
     WITHOUT_SPECIAL_TOKENS,
     config,
 )
-
-
-@pytest.fixture
-def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder())
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., str]:
-    def write(*rows: Any, name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return str(path)
-
-    return write
 
 
 def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
@@ -78,16 +63,6 @@ def test_a_pair_without_a_template_is_prompt_newline_response_eos(
     prepared = run(source, tokenizer)
     assert texts(prepared, tokenizer) == [("Add\n2 + 2\n", "4<|endoftext|>"), ("Say hi\n", "hi<|endoftext|>")]
     assert prepared.train.documents.is_target_T.sum() == prepared.train.num_target_tokens
-
-
-def test_the_prompt_of_a_pair_is_exactly_what_inference_tokenizes(
-    jsonl: Callable, tokenizer: Tokenizer
-) -> None:
-    prepared = run(jsonl(*PAIRS), tokenizer, prompt_template="Q: {question}\nA: ")
-    for i, row in enumerate(PAIRS):
-        prompt, answer = prepared.train.prompt_and_answer(i)
-        assert prompt == tokenizer.encode(f"Q: {row['question']}\nA: ")
-        assert answer == [*tokenizer.encode(row["answer"]), tokenizer.eos_id]
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral_chatml", "titan_2k", "qwen2"])
@@ -302,14 +277,6 @@ def test_what_does_not_go_together_is_one_line(
     assert run(jsonl({"text": "some text"}), mute).train.num_documents == 1
 
 
-def test_the_configs_chat_template_reaches_the_rows(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
-    prepared = run(jsonl(say), tokenizer, chat_template=CHATML)
-    assert texts(prepared, tokenizer) == [
-        ("<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n", "a<|im_end|>")
-    ]
-
-
 def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Callable[..., Path]) -> None:
     call = {
         "role": "assistant",
@@ -428,15 +395,6 @@ def test_splits_keep_prompts_whole_and_both_sides_alive(keys: list[int], fractio
     assert abs(held_out.sum() - fraction * len(keys)) <= largest + 1
 
 
-def test_one_long_text_is_held_out_in_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text("\n".join(f"Line {i} of the book." for i in range(500)))
-    prepared = run(str(path), tokenizer, seq_len=64, eval_fraction=0.1)
-    assert prepared.evaluation is not None
-    chunks = prepared.train.num_documents + prepared.evaluation.num_documents
-    assert prepared.evaluation.num_documents == round(0.1 * chunks)
-
-
 def test_an_evaluation_source_is_read_alike_and_shared_prompts_are_told(
     jsonl: Callable, tokenizer: Tokenizer
 ) -> None:
@@ -473,16 +431,6 @@ def test_without_packing_rows_are_documents(jsonl: Callable, tokenizer: Tokenize
     packed = run(jsonl(*PAIRS), tokenizer).train
     assert packed.num_rows < len(PAIRS)
     assert packed.num_target_tokens == rows.num_target_tokens
-
-
-def test_max_rows_bounds_what_is_read(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    assert run(jsonl(*PAIRS), tokenizer, max_rows=7).train.num_documents == 7
-
-
-def test_the_builtin_set_is_ready_to_train_on(tokenizer: Tokenizer) -> None:
-    prepared = run("builtin", tokenizer, max_rows=300, eval_fraction=0.1)
-    assert prepared.evaluation is not None
-    assert prepared.train.num_documents + prepared.evaluation.num_documents == 300
 
 
 REAL = [
@@ -526,12 +474,6 @@ def test_real_files_become_rows_with_every_real_tokenizer(
             assert answer
     if "note" in "\n".join(prepared.report):
         assert all(len(line) < 300 for line in prepared.report)
-
-
-def test_a_gemma_conversation_learns_up_to_end_of_turn(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": " a "}]}
-    prepared = run(jsonl(say), tokenizer, chat_template=GEMMA)
-    assert texts(prepared, tokenizer)[0][1] == "a<end_of_turn>"
 
 
 def test_a_tokenizer_without_the_configs_chat_template_is_refused(

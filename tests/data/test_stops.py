@@ -8,7 +8,7 @@ import pytest
 
 from lptune.config import DataConfig, SourceConfig
 from lptune.data import end_ids, learned_stops, load_tokenizer, prepare, prepare_preferences
-from lptune.data import stops as module
+from lptune.data import turns as module
 from tests.helpers.chat_templates import TEMPLATES, config
 
 PAIR = {"prompt": "What is two plus two?", "response": "Two plus two is four."}

@@ -13,8 +13,7 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data import Prepared, load_tokenizer, prepare
 from lptune.data.errors import BadRows
-from lptune.data.sources import Row, read_rows
-from lptune.data.structs import StructReader
+from lptune.data.sources import Row, StructReader, read_rows
 from tests.helpers.chat_templates import config
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -31,30 +31,11 @@ CLASSES = (
     "Qwen2Tokenizer", "Qwen3_5Tokenizer", "BertTokenizer", "OursTokenizer",
 )  # fmt: skip
 TRICKY = [
-    "",
-    " ",
-    "  ",
-    "\n",
-    "\n\n a",
-    "hello world",
-    " hello",
-    "  two",
-    "a  b   c",
-    "tab\t\ttab",
-    "▁a ▁",
-    "<s>hello</s>x",
-    "<unk>",
-    "<|im_start|>user\nhi<|im_end|>\n",
-    "<|begin_of_text|>hi <|end_of_text|> x",
-    "<|start_story|>Once<|end_story|> x",
-    "naïve é é",
-    "don't I'LL",
-    "🎉🎉 x",
-    "İstanbul ǅ ﬁ",
-    "१२३ 45",
-    "\u200b\ufeff\u00a0",
-    "�",
-]
+    "", " ", "  ", "\n", "\n\n a", "hello world", " hello", "  two", "a  b   c", "tab\t\ttab", "▁a ▁",
+    "<s>hello</s>x", "<unk>", "<|im_start|>user\nhi<|im_end|>\n", "<|begin_of_text|>hi <|end_of_text|> x",
+    "<|start_story|>Once<|end_story|> x", "naïve é é", "don't I'LL", "🎉🎉 x", "İstanbul ǅ ﬁ", "१२३ 45",
+    "\u200b\ufeff\u00a0", "�", "Zwei 123 4567 Füchse\r\n\r\n  x",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -109,59 +90,19 @@ def test_ids_equal_transformers_on_any_text(real: dict, name: str, text: str) ->
 
 @pytest.mark.parametrize(
     ("declared", "model_type"),
-    [
-        ("Qwen2Tokenizer", "qwen2"),
-        ("PreTrainedTokenizerFast", "qwen2"),
-        ("PreTrainedTokenizerFast", "qwen3"),
-        ("PreTrainedTokenizerFast", "llama"),
-        ("LlamaTokenizerFast", "llama"),
-        ("GPT2Tokenizer", "granite"),
-        ("GPT2TokenizerFast", "smollm3"),
-        ("PreTrainedTokenizerFast", "mistral"),
-        ("LlamaTokenizer", "phi3"),
-        ("PreTrainedTokenizerFast", "olmo2"),
-        ("PreTrainedTokenizerFast", "gemma2"),
-        (None, "llama"),
-        (None, "qwen3"),
-    ],
-)
+    [("Qwen2Tokenizer", "qwen2"), ("PreTrainedTokenizerFast", "llama"), ("GPT2Tokenizer", "granite"),
+     (None, "llama"), (None, "qwen3")],
+)  # fmt: skip
 def test_every_familys_choice_of_class_is_followed(
     tokenizer_folder: Callable[..., Path], declared: str | None, model_type: str
 ) -> None:
     folder = tokenizer_folder(tokenizer_class=declared, bos_token="<s>", pad_token="<|endoftext|>")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    for text in [*TRICKY, "Zwei 123 4567 Füchse\r\n\r\n  x"]:
-        for special in (True, False):
-            assert ours.encode(text, add_special=special) == theirs.encode(
-                text, add_special_tokens=special
-            ), text
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-@pytest.mark.parametrize("prefix", [None, True, False])
-@pytest.mark.parametrize(
-    ("declared", "model_type"), [("LlamaTokenizer", "llama"), ("GemmaTokenizer", "gemma2")]
-)
-def test_sentencepiece_classes_are_followed(
-    assets: Path, tmp_path: Path, legacy: bool, prefix: bool | None, declared: str, model_type: str
-) -> None:
-    source = assets / "models" / "story_llama"
-    (tmp_path / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
-    config = {
-        "tokenizer_class": declared,
-        "legacy": legacy,
-        "add_prefix_space": prefix,
-        "bos_token": "<unk>",
-        "eos_token": "<unk>",
-        "pad_token": "<unk>",
-        "mask_token": "<unk>",
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in TRICKY:
-        assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False), text
+        for special in (True, False):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special=special) == expected, text
 
 
 def test_every_class_gives_the_ids_of_transformers(tmp_path: Path) -> None:
@@ -315,11 +256,6 @@ def test_a_broken_folder_is_one_line_naming_the_file(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no such folder"):
-        load_tokenizer(tmp_path / "nowhere")
-
-
 def test_the_configs_chat_template_is_text_or_a_path_or_none(
     tokenizer_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -393,19 +329,6 @@ def test_a_panic_is_one_line(tokenizer_folder: Callable[..., Path]) -> None:
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
         with pytest.raises(UserError, match="retry-limit-in-match over"):
             encode("a" * 40 + "c")
-
-
-def test_replacements_that_multiply_a_text_are_refused(tokenizer_folder: Callable[..., Path]) -> None:
-    folder = tokenizer_folder()
-    spec = json.loads((folder / "tokenizer.json").read_text())
-    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-    spec["normalizer"] = {
-        "type": "Sequence",
-        "normalizers": [grow, {"type": "Sequence", "normalizers": [grow]}],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(UserError, match="normalizer: its replacements make 100 characters of one"):
-        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("fault", ["raise RuntimeError('bad ABI')", "import os; os._exit(3)"])

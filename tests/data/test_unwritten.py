@@ -11,7 +11,7 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig, PromptsConfig
 from lptune.data import ChatTemplate, Prepared, PromptWriter, load_tokenizer, prepare
 from lptune.data.sources import Row
-from lptune.data.unwritten import UnwrittenFinder
+from lptune.data.turns import UnwrittenFinder
 from tests.helpers.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
 
 ONLY_LAST = "{{ messages[-1].content }}{{ '' if messages[-1].tool_calls is defined }}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from lptune.data.cache_key import MIN_BYTES
+from lptune.data.cache import MIN_BYTES
 from tests.faults.adversary.judge import DONE, EITHER, REFUSED, Case
 from tests.faults.adversary.place import Finished, Place
 from tests.faults.adversary.things import THINGS, put
