@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
-    def __enter__(self) -> "CheckpointWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -100,13 +100,10 @@ def test_a_source_that_the_environment_names_is_described_as_written(
     "damage",
     [
         lambda parts: parts[0].update(from_step=2),
-        lambda parts: parts[0].update(from_step=True),
         lambda parts: parts[0].update(precision=3),
         lambda parts: parts[0].pop("torch"),
         lambda parts: parts[0].update(layers=[["q_proj"]]),
-        lambda parts: parts[0].update(layers=3),
         lambda parts: parts[0].update(more=1),
-        lambda parts: parts.append(parts[0]),
         lambda parts: parts.append({**parts[0], "from_step": 12}),
         lambda parts: parts.append("x"),
         lambda parts: parts.clear(),

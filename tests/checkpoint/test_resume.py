@@ -281,17 +281,3 @@ def test_ranks_with_other_rows_or_another_seed_are_refused_on_all_of_them() -> N
             "data: is not the same on all ranks (a digest of the training rows, which data.* decides and the "
             "files that it names); give all machines the same files and the same command"
         )
-
-
-@pytest.mark.parametrize("found", [[], {"a": "3"}, {"a": True}, {"a": 5}, {"a": -1}])
-def test_a_state_that_lptune_did_not_write_names_no_layers_that_fell_back(found: Any) -> None:
-    state = RunState({"fell_back": found}, 4)
-    with pytest.raises(UserError, match=r"state\.json: fell_back: expected steps by layer, found"):
-        _ = state.fell_back
-
-
-def test_layers_that_fell_back_are_in_state_json_only_if_there_are_any() -> None:
-    state = RunState({}, 4)
-    assert state.fell_back == {}
-    assert state.with_fallen_back({}) is state
-    assert state.with_fallen_back({"a": 3}).fell_back == {"a": 3}

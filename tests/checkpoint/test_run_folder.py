@@ -15,9 +15,9 @@ from torch import nn
 
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
-from lptune.base.files import MEBI, read_bytes, write_text
+from lptune.base.files import MEBI, write_text
 from lptune.checkpoint import save
-from lptune.checkpoint.files import publish_folder, sha256
+from lptune.checkpoint.files import publish_folder
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.config import (
@@ -120,48 +120,6 @@ def test_what_lies_where_a_checkpoint_will_be_is_refused_before_anything_is_trai
         open_run_folder(_config(tmp_path / "run"), world),
     ):
         pass
-
-
-@pytest.mark.parametrize("name", RUN_FILES)
-def test_a_folder_where_a_file_is_first_written_is_refused_before_anything_is_trained(
-    tmp_path: Path, world: distributed.World, name: str
-) -> None:
-    path = tmp_path / "run" / f".tmp-{name}"
-    path.mkdir(parents=True)
-    with (
-        pytest.raises(UserError, match=f"{path.name} is a folder, where a run has a file"),
-        open_run_folder(_config(tmp_path / "run"), world),
-    ):
-        pass
-    assert [entry.name for entry in (tmp_path / "run").iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("found", ["a pipe", "a folder", "/dev/zero"])
-def test_what_is_no_regular_file_is_neither_hashed_nor_read_nor_waited_for(
-    tmp_path: Path, found: str
-) -> None:
-    path = tmp_path / "config.json"
-    if found in MAKE:
-        MAKE[found](path, tmp_path)
-    else:
-        path.symlink_to(found)
-    for read in (sha256, lambda path: read_bytes(path, 1000)):
-        with pytest.raises(UserError, match=r"where a regular file is needed"):
-            read(path)
-    (tmp_path / "sums").write_text("x")
-    (tmp_path / "alias").symlink_to("sums")
-    assert read_bytes(tmp_path / "alias", 1000) == b"x"  # as in the hub's cache
-
-
-@pytest.mark.parametrize("found", ["a link", "a pipe", "a file"])
-def test_what_lies_where_a_file_is_written_is_replaced_and_not_followed(tmp_path: Path, found: str) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("kept")
-    MAKE[found](tmp_path / ".tmp-config.yaml", victim)
-    write_text(tmp_path / "config.yaml", "new")
-    assert (tmp_path / "config.yaml").read_text() == "new"
-    assert victim.read_text() == "kept"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "victim"]
 
 
 @pytest.mark.parametrize("found", ["a link", "a pipe"])
@@ -271,15 +229,6 @@ def test_a_run_that_continues_its_own_checkpoint_goes_on_in_its_files(
     assert path.is_dir()
 
 
-def test_a_run_whose_checkpoints_were_deleted_keeps_its_results(
-    tmp_path: Path, world: distributed.World
-) -> None:
-    _start(tmp_path, world)
-    (tmp_path / "checkpoints").rmdir()
-    assert _start(tmp_path, world) == [f"old-{name}-1" for name in RESULTS]
-    assert all((tmp_path / f"old-{name}-1").read_text() == "new" for name in RESULTS)
-
-
 def test_an_empty_folder_that_vanishes_before_it_is_used_is_not_made_anew(
     tmp_path: Path, world: distributed.World
 ) -> None:
@@ -294,23 +243,21 @@ def test_an_empty_folder_that_vanishes_before_it_is_used_is_not_made_anew(
         assert not folder.exists()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_where_nothing_can_be_locked_a_note_says_so_and_the_run_goes_on(
     tmp_path: Path,
     world: distributed.World,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    code: int,
 ) -> None:
     def flock(descriptor: int, how: int) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with open_run_folder(_config(tmp_path / "run"), world) as run:
         run.create(None, _refuse)
     said = capsys.readouterr().out
     assert said.count("do not start a second run in that folder") == 1
-    assert os.strerror(code) in said
+    assert os.strerror(errno.ENOLCK) in said
 
 
 def test_a_start_that_cannot_lock_is_one_line_and_leaves_no_descriptor_open(
@@ -331,7 +278,7 @@ def test_a_start_that_cannot_lock_is_one_line_and_leaves_no_descriptor_open(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("name", [None, 7, "/tmp/kernel.so", b"/tmp/kernel.so"])
+@pytest.mark.parametrize("name", [None, 7, b"/tmp/kernel.so"])
 def test_an_error_of_a_disk_elsewhere_is_not_blamed_on_the_runs_folder(
     tmp_path: Path, world: distributed.World, name: Any
 ) -> None:
@@ -344,23 +291,13 @@ def test_an_error_of_a_disk_elsewhere_is_not_blamed_on_the_runs_folder(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), inside)
 
 
-def test_a_lack_of_descriptors_is_no_lack_of_room(
-    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lack_of_descriptors_is_no_lack_of_room(tmp_path: Path, world: distributed.World) -> None:
     error = OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(tmp_path / "a"))
     line = re.escape(
         f"{tmp_path / 'a'}: Too many open files; raise the limit of open files (`ulimit -n`), and run"
     )
     with pytest.raises(UserError, match=line), open_run_folder(_config(tmp_path), world):
         raise error
-
-    def mkdir(*_: object, **__: object) -> None:
-        raise error
-
-    run = RunFolder(tmp_path / "new", world)
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    with pytest.raises(UserError, match=r"cannot be made \(Too many open files\); raise the limit"):
-        run._make()
 
 
 def test_metrics_that_find_no_room_name_their_file(tmp_path: Path) -> None:
@@ -388,10 +325,9 @@ def test_metrics_of_later_steps_and_a_torn_last_line_are_dropped(
 
 @pytest.mark.parametrize(
     "odd",
-    [b'{"step": "1"}', b'{"step": null}', b'{"step": true}', b'{"step": NaN}', b"{}", b"[1]", b"1", b"torn {",
-     b"\xff\xfe", b'{"step": 1' + 5000 * b"0" + b"}", 100_000 * b"["],
+    [b'{"step": "1"}', b'{"step": true}', b"[1]", b"torn {", b"\xff\xfe", 100_000 * b"["],
     ids=lambda odd: odd[:12],
-)  # fmt: skip
+)
 def test_metrics_with_lines_that_no_run_writes_are_set_aside_with_a_line(
     tmp_path: Path, world: distributed.World, odd: bytes
 ) -> None:

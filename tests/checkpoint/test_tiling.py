@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.checkpoint.tiling import check_rows, check_tiling
+from lptune.checkpoint.manifest import check_rows, check_tiling
 
 Box = tuple[tuple[int, int], ...]
 _DIM = st.tuples(st.integers(0, 2), st.integers(1, 3))
