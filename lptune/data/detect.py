@@ -227,8 +227,7 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
         inner = listed(first[nested[0]][0])
         raise UserError(
             f"{source}: column {nested[0]!r} holds nested rows ({inner}); write one row for each of them, "
-            f"with {prompts[0]!r} and a "
-            f"response column"
+            f"with {prompts[0]!r} and a response column"
         )
     _refuse_preferences(columns, first, source, (CHOSEN_NAMES, REJECTED_NAMES))
     if prompts:

@@ -342,8 +342,7 @@ def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> No
         text = tokenizer.backend.id_to_token(largest)
         raise UserError(
             f"{tokenizer.folder}: token {text!r} has id {largest}, the model's vocabulary ends at "
-            f"{vocab_size - 1} (vocab_size {vocab_size}); "
-            f"use the tokenizer that belongs to the model"
+            f"{vocab_size - 1} (vocab_size {vocab_size}); use the tokenizer that belongs to the model"
         )
 
 

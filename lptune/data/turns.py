@@ -188,9 +188,8 @@ class TurnFinder:
         content = messages[i].get("content")
         if not closing.text.strip() or (isinstance(content, str) and closing.text in content):
             raise RowError(
-                f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the "
-                "chat template rewrites earlier "
-                f"turns, so that its end cannot be found; {_ASK_FOR_MARKS}"
+                f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the chat "
+                f"template rewrites earlier turns, so that its end cannot be found; {_ASK_FOR_MARKS}"
             )
         return whole.text.index(closing.text, start) + len(closing.text), not last
 
