@@ -13,14 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lptune.data.messages import (
-    ANSWER_ROLES,
-    HIDDEN_KEYS,
-    LOSS_KEYS,
-    PART_KEYS,
-    REASONING_KEYS,
-    is_missing,
-)
+from lptune.data.messages import ANSWER_ROLES, HIDDEN_KEYS, LOSS_KEYS, PART_KEYS, REASONING_KEYS, is_missing
 from lptune.data.rows import Rows
 from lptune.data.sources import Row
 

@@ -36,12 +36,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 def tokenize(
-    rows: Iterable[Row],
-    fmt: Format,
-    layout: Layout,
-    bad: BadRows,
-    *,
-    seq_len: int,
+    rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, *, seq_len: int
 ) -> Iterator[Documents]:
     """The documents of `rows`, batch by batch; a batch may have none. Pairs and chats that are longer than
     seq_len lose their end; raw text is cut into chunks without loss. A preference gives two documents, or
@@ -315,12 +310,7 @@ class _Builder:
         self._append(tokens, is_target, (min(first, len(tokens)), min(end, len(tokens))), key)
 
     def _append(
-        self,
-        tokens: Ids,
-        is_target: Mask,
-        answer: tuple[int, int],
-        key: int,
-        label: bool = True,
+        self, tokens: Ids, is_target: Mask, answer: tuple[int, int], key: int, label: bool = True
     ) -> None:
         is_target[0] = False
         if self._unknown_id is not None:

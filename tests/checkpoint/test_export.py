@@ -22,6 +22,7 @@ from lptune.checkpoint.files import Scratch, save_tensors, sha256
 from lptune.checkpoint.state import About, base_digests
 from lptune.checkpoint.sums import is_as_written, verify_sums
 from lptune.config import CheckpointConfig, ExportConfig
+from lptune.distributed import World
 from tests.helpers.ranks import run_ranks
 
 NUM_FILES = 4
@@ -68,7 +69,7 @@ def _base(
 def _trained(
     base: Path,
     folder: Path,
-    world: distributed.World,
+    world: World,
     about: dict[str, Any] | None = None,
     step: int = 3,
     **more: Any,
@@ -567,10 +568,7 @@ def test_stop_ids_that_cannot_be_read_are_one_line_and_nothing_is_published(
     for content in ('{"eos_token_id": "2"}', "[1]", "{", '{"eos_token_id": [true]}'):
         model, path = _model_with(base, taught, tmp_path, {"eos_token_id": 2}, None)
         (model / "generation_config.json").write_text(content, encoding="utf-8")
-        with pytest.raises(
-            UserError,
-            match=why,
-        ):
+        with pytest.raises(UserError, match=why):
             _export(path, model, tmp_path / "export")
         assert not (tmp_path / "export").exists()
         shutil.rmtree(model)

@@ -9,10 +9,11 @@ import torch
 
 from lptune import distributed
 from lptune.checkpoint.run_folder import write_launch, write_samples
+from lptune.distributed import World
 
 
 @pytest.fixture
-def world() -> distributed.World:
+def world() -> World:
     """One rank on a CPU; nothing is exchanged."""
     return distributed.World(0, 1, torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
 
@@ -21,7 +22,7 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_a_run_keeps_its_id_and_lists_its_launches(tmp_path: Path, world: distributed.World) -> None:
+def test_a_run_keeps_its_id_and_lists_its_launches(tmp_path: Path, world: World) -> None:
     path = tmp_path / "run.json"
     write_launch(path, "abc", 0, 10, world)
     write_launch(path, "abc", 4, 20, world)
@@ -37,7 +38,7 @@ def test_a_run_keeps_its_id_and_lists_its_launches(tmp_path: Path, world: distri
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3, "launches": {}}', "[" * 100_000])
-def test_a_broken_file_is_written_anew(tmp_path: Path, world: distributed.World, text: str) -> None:
+def test_a_broken_file_is_written_anew(tmp_path: Path, world: World, text: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text, encoding="utf-8")
     write_launch(path, "abc", 0, 10, world)

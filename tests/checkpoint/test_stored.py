@@ -19,7 +19,7 @@ from lptune.base.errors import UserError
 from lptune.checkpoint.files import save_tensors
 from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
 from lptune.config import CheckpointConfig, ParallelConfig
-from lptune.distributed import local_pieces, on_this_rank, whole_piece, zeros_by_rows
+from lptune.distributed import World, local_pieces, on_this_rank, whole_piece, zeros_by_rows
 from lptune.distributed.tensor_parallel import cut
 from tests.faults.state import stored_tensors
 from tests.helpers.ranks import Ranks
@@ -127,7 +127,7 @@ class Toy(nn.Module):
         return self.head(torch.einsum("tk,enk->tn", x_TK, self.experts)).square().mean()  # type: ignore[no-any-return]
 
 
-def _built(name: str, world: distributed.World) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _built(name: str, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = Toy()
     if world.size > 1:
         from torch.distributed.fsdp import fully_shard
@@ -414,9 +414,7 @@ def _freeze_and_resume(rank: int, num_ranks: int, folder: str, name: str, schedu
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize(
-    "schedule",
-    [["head", "", ""], ["head", "experts", "head", ""]],
-    ids=["unfrozen later", "in turns"],
+    "schedule", [["head", "", ""], ["head", "experts", "head", ""]], ids=["unfrozen later", "in turns"]
 )
 def test_a_parameter_that_was_frozen_resumes_with_its_own_count_of_updates(
     tmp_path: Path, ranks: Ranks, num_ranks: int, schedule: list[str]

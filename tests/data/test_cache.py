@@ -25,6 +25,7 @@ from lptune.data.documents import Documents
 from lptune.data.sources import Row
 from tests.helpers import fork_server
 from tests.helpers.chat_templates import CHATML
+from tests.helpers.documents import Make
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
 
@@ -120,7 +121,7 @@ def test_two_ways_to_write_one_number_are_two_entries(run: Callable, rows: Path)
 
 
 def test_whatever_decides_the_documents_is_in_the_key(
-    run: Callable, rows: Path, tmp_path: Path, tokenizer_folder: Callable,
+    run: Callable, rows: Path, tmp_path: Path, tokenizer_folder: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     other = load_tokenizer(tokenizer_folder("other", eos_token="</s>"))
@@ -145,7 +146,7 @@ def test_whatever_decides_the_documents_is_in_the_key(
 
 
 def test_the_date_is_in_the_key_of_a_template_that_writes_it(
-    run: Callable, tmp_path: Path, tokenizer_folder: Callable
+    run: Callable, tmp_path: Path, tokenizer_folder: Make
 ) -> None:
     dated = CHATML + "{{ '' if true else strftime_now('%d') }}"
     for number, template in ((1, CHATML), (3, dated)):
@@ -300,21 +301,6 @@ def test_the_users_cache_directory_is_the_default(
     assert cache_folder("~/x") == Path("~/x").expanduser()
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_or_a_note_where_nobody_chose_it(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    fresh = run(cache="none").train.digest
-    base = str(tmp_path / "file")
-    with pytest.raises(UserError, match=rf"data.cache: {base}/data cannot be used \(Not a directory\); make"):
-        run(cache=f"{base}/data")
-    monkeypatch.setenv("XDG_CACHE_HOME", base)
-    prepared = run(cache="auto")
-    (note,) = [line for line in prepared.report if "note: nothing is cached: " in line]
-    assert f"{base}/lptune/data cannot be used (Not a directory); set data.cache to a folder" in note
-    assert prepared.train.digest == fresh
-
-
 @pytest.mark.parametrize(
     ("call", "code", "todo"),
     [("fsync", errno.ENOSPC, "make room"), ("rename", errno.EMFILE, "raise the limit of open files")],
@@ -359,28 +345,6 @@ def test_errors_of_the_source_are_not_the_caches(tmp_path: Path) -> None:
         cached(str(tmp_path), "k" * 32, make)
     assert raised.value is error
     assert not entries(tmp_path)
-
-
-def test_an_entry_that_cannot_be_opened_now_is_kept(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run()
-    code = errno.EACCES
-    (entry,) = entries(tmp_path / "cache")
-    inode = (entry / "tokens_T.bin").stat().st_ino
-    with monkeypatch.context() as patch:
-        before = os.open
-
-        def open_(path: Any, *args: Any, **keys: Any) -> int:
-            if Path(path) == entry / "tokens_T.bin":
-                raise OSError(code, os.strerror(code))
-            return before(path, *args, **keys)
-
-        patch.setattr(os, "open", open_)
-        with pytest.raises(UserError, match=rf"data.cache: .* cannot be used \({os.strerror(code)}\)"):
-            run()
-    assert (entry / "tokens_T.bin").stat().st_ino == inode
-    assert not any("was damaged" in line for line in run().report)
 
 
 def test_small_sources_and_the_builtin_one_are_not_cached(

@@ -13,7 +13,7 @@ from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Pair
 from lptune.data.report import _MAX_NAMED, Unused
 from lptune.data.sources import Row
-from tests.helpers.documents import texts
+from tests.helpers.documents import Write, texts
 
 SAY = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = {"messages": SAY}
@@ -34,7 +34,7 @@ def messages(row: dict[str, Any], *first: dict[str, Any], **keys: Any) -> list[d
 
 
 @pytest.fixture
-def run(jsonl: Callable[..., str], chat: Tokenizer) -> Callable[..., Prepared]:
+def run(jsonl: Write, chat: Tokenizer) -> Callable[..., Prepared]:
     def run(*rows: dict[str, Any], **keys: Any) -> Prepared:
         cfg = DataConfig(source=jsonl(*rows), **{"seq_len": 256, **keys})
         given = cfg.chat_template
@@ -166,10 +166,7 @@ def test_a_column_that_comes_up_late_is_read_all_the_same(
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}),
-        ({"system": "s"}, {"system_prompt": "t"}),
-    ],
+    [({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}), ({"system": "s"}, {"system_prompt": "t"})],
 )
 def test_rows_that_name_a_part_differently_keep_it(
     run: Callable, one: dict[str, Any], other: dict[str, Any]

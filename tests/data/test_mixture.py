@@ -19,18 +19,19 @@ from lptune.data import documents as documents_module
 from lptune.data.documents import Documents, Joined, joined
 from lptune.data.order import weighted
 from tests.helpers.chat_templates import CHATML, config
+from tests.helpers.documents import Make, Write
 
 SUMS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
 NAMES = [{"instruction": f"Name number {i}", "output": "Paris" * (1 + i % 5)} for i in range(31)]
 
 
 @pytest.fixture
-def write(jsonl: Callable[..., str]) -> Callable[..., str]:
+def write(jsonl: Write) -> Callable[..., str]:
     return lambda name, rows: jsonl(*rows, name=name)
 
 
 @pytest.fixture
-def sources(write: Callable[..., str]) -> tuple[str, str]:
+def sources(write: Write) -> tuple[str, str]:
     return write("sums.jsonl", SUMS), write("names.jsonl", NAMES)
 
 
@@ -57,7 +58,7 @@ INSTRUCTIONS = {row["instruction"] for row in NAMES}
 
 
 def test_a_list_a_folder_a_glob_and_one_file_of_the_same_rows_train_alike(
-    write: Callable[..., str], tmp_path: Path, tokenizer: Tokenizer
+    write: Write, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     whole = write("whole.jsonl", SUMS)
     parts = [write("shards/a.jsonl", SUMS[:7]), write("shards/b.jsonl", SUMS[7:])]
@@ -106,7 +107,7 @@ def test_the_report_gives_the_share_of_each_source(sources: tuple[str, str], tok
 
 
 def test_no_prompt_of_any_source_stands_on_both_sides_and_evaluation_sees_each_document_once(
-    write: Callable[..., str], tokenizer: Tokenizer
+    write: Write, tokenizer: Tokenizer
 ) -> None:
     in_both = {row["question"] for row in SUMS[:20]}
     other = write("other.jsonl", [{**row, "answer": "No idea."} for row in SUMS[:20]])
@@ -135,7 +136,7 @@ def test_evaluation_sources_are_a_list_too(sources: tuple[str, str], tokenizer: 
 
 
 def test_a_text_beside_other_sources_is_held_out_in_chunks(
-    write: Callable[..., str], tmp_path: Path, tokenizer: Tokenizer
+    write: Write, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     text = tmp_path / "book.txt"
     text.write_text("\n".join(f"Line {i} of the book." for i in range(500)))
@@ -202,7 +203,7 @@ def test_each_source_has_a_cache_entry_that_other_weights_and_lists_reuse(
 
 
 def test_a_folders_entry_is_made_anew_when_a_file_is_added_changed_or_renamed(
-    write: Callable[..., str], tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    write: Write, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "MIN_BYTES", 0)
     folder, entries = tmp_path / "shards", tmp_path / "cache"
@@ -225,9 +226,7 @@ def test_a_folders_entry_is_made_anew_when_a_file_is_added_changed_or_renamed(
     assert f"note: not read in {folder}: README.md" in prepared.report
 
 
-def test_a_source_of_a_list_may_be_read_in_its_own_way(
-    write: Callable[..., str], tokenizer_folder: Callable[..., Path]
-) -> None:
+def test_a_source_of_a_list_may_be_read_in_its_own_way(write: Write, tokenizer_folder: Make) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(**config("chatml")))
     chats = [
         {"messages": [{"role": "user", "content": f"u{i}"}, {"role": "assistant", "content": "a"}]}

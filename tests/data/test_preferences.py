@@ -3,7 +3,6 @@ labels stay with their documents, and what is dropped.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from lptune.config import DataConfig, PromptsConfig, SourceConfig
 from lptune.data import Loader, Prepared, PromptWriter, Tokenizer, cache, prepare
 from lptune.data.sources import Row
 from tests.helpers.docs_pages import ROOT, blocks
-from tests.helpers.documents import learned, texts
+from tests.helpers.documents import Write, learned, texts
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 HELLO = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
@@ -32,7 +31,6 @@ SHAREGPT = {
 }
 HUMAN = "\n\nHuman: What is two?\n\nAssistant: Two.\n\nHuman: And four?\n\nAssistant:"
 TRANSCRIPT = {"chosen": f"{HUMAN} Four: two\n\nplus two.", "rejected": f"{HUMAN} Paris"}
-Write = Callable[..., str]
 
 
 def run(source: Any, tokenizer: Tokenizer, **keys: Any) -> Prepared:

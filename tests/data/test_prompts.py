@@ -1,7 +1,6 @@
 """Prompts are written as training writes them, and as transformers does."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, PromptsConfig
 from lptune.data import Tokenizer, end_ids, load_tokenizer, prepare, read_prompts
+from tests.helpers.documents import Write
 from tests.helpers.tiny_recipe import make_checkpoint
-
-Write = Callable[..., str]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import transformers
 
 from lptune.base.errors import UserError
-from lptune.data import ChatTemplate, Tokenizer, hf, load_tokenizer, templates
+from lptune.data import ChatTemplate, hf, load_tokenizer, templates
 from lptune.data.errors import RowError
 from lptune.data.messages import read_messages
 from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
@@ -25,6 +24,7 @@ from tests.helpers.chat_templates import (
     TOOLS,
     config,
 )
+from tests.helpers.documents import Load, Make
 from tests.proofs import fuzz_templates, fuzz_tokenizers
 
 
@@ -45,7 +45,7 @@ def accepted(name: str, conversation: str) -> bool:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Callable[..., Path], name: str) -> None:
+def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Make, name: str) -> None:
     folder = tokenizer_folder(**config(name))
     ours = load_tokenizer(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -73,14 +73,14 @@ def test_conversations_with_tools_and_reasoning_render_and_are_told(name: str) -
     assert set(told) <= {"told", "marked by the template", "not renderable"}
 
 
-def test_tools_and_tool_calls_render_as_in_transformers(tokenizer_folder: Callable[..., Path]) -> None:
+def test_tools_and_tool_calls_render_as_in_transformers(tokenizer_folder: Make) -> None:
     folder = tokenizer_folder(**config("qwen3"))
     for upto in range(1, len(TOOL_CONVERSATION) + 1):
         ours, theirs = render_both(folder, TOOL_CONVERSATION[:upto], TOOLS, prompt=False)
         assert ours == theirs
 
 
-def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Callable[..., Path]) -> None:
+def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Make) -> None:
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TEMPLATES["qwen3"]}]
     folder = tokenizer_folder(chat_template=named, eos_token="<|im_end|>")
     for messages, tools in ((CONVERSATIONS["system"], None), (TOOL_CONVERSATION, TOOLS)):
@@ -88,7 +88,7 @@ def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Callable[..
         assert ours == theirs
 
 
-def test_a_template_file_wins_over_the_config(tokenizer_folder: Callable[..., Path]) -> None:
+def test_a_template_file_wins_over_the_config(tokenizer_folder: Make) -> None:
     folder = tokenizer_folder(**config("gemma"))
     (folder / "chat_template.jinja").write_text(CHATML + "\n")
     ours, theirs = render_both(folder, CONVERSATIONS["system"], prompt=True)
@@ -98,7 +98,7 @@ def test_a_template_file_wins_over_the_config(tokenizer_folder: Callable[..., Pa
 
 @pytest.mark.parametrize("names", [("default",), ("default", "tool_use"), ("rag",)])
 def test_templates_in_their_own_folder_win_over_the_config(
-    tokenizer_folder: Callable[..., Path], names: tuple[str, ...]
+    tokenizer_folder: Make, names: tuple[str, ...]
 ) -> None:
     folder = tokenizer_folder(**config("gemma"))
     (folder / "additional_chat_templates").mkdir()
@@ -115,7 +115,7 @@ def test_templates_in_their_own_folder_win_over_the_config(
 
 @pytest.mark.parametrize("tokenizer", ["qwen2", "mistral_chatml", "titan_2k"])
 def test_asset_tokenizers_render_their_own_templates_as_transformers_does(
-    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], tokenizer: str
+    assets: Path, asset_tokenizer: Load, tokenizer: str
 ) -> None:
     folder = assets / "tokenizers" / tokenizer
     ours, theirs = (
@@ -134,7 +134,7 @@ def test_asset_tokenizers_render_their_own_templates_as_transformers_does(
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3-8b"])
 def test_published_templates_render_as_in_transformers(
-    assets: Path, tokenizer_folder: Callable[..., Path], name: str
+    assets: Path, tokenizer_folder: Make, name: str
 ) -> None:
     import json
 
@@ -256,7 +256,7 @@ def with_call(arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("write", WRITE_TEXT)
 def test_a_template_that_takes_arguments_as_text_gets_the_rows_own(
-    write: str, tokenizer_folder: Callable[..., Path]
+    write: str, tokenizer_folder: Make
 ) -> None:
     folder = tokenizer_folder(chat_template=CALLS.replace("WRITE", write))
     ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 from lptune.base.errors import UserError
 from lptune.data import Tokenizer, load_tokenizer
 from tests.helpers import cold
+from tests.helpers.documents import Load, Make
 from tests.proofs import fuzz_tokenizers
 
 FOLDERS = [
@@ -39,7 +39,7 @@ TRICKY = [
 
 
 @pytest.fixture(scope="session")
-def real(assets: Path, asset_tokenizer: Callable[[str], Tokenizer]) -> dict[str, tuple[Tokenizer, object]]:
+def real(assets: Path, asset_tokenizer: Load) -> dict[str, tuple[Tokenizer, object]]:
     return {
         name: (asset_tokenizer(name), transformers.AutoTokenizer.from_pretrained(assets / name))
         for name in FOLDERS
@@ -94,7 +94,7 @@ def test_ids_equal_transformers_on_any_text(real: dict, name: str, text: str) ->
      (None, "llama"), (None, "qwen3")],
 )  # fmt: skip
 def test_every_familys_choice_of_class_is_followed(
-    tokenizer_folder: Callable[..., Path], declared: str | None, model_type: str
+    tokenizer_folder: Make, declared: str | None, model_type: str
 ) -> None:
     folder = tokenizer_folder(tokenizer_class=declared, bos_token="<s>", pad_token="<|endoftext|>")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
@@ -128,7 +128,7 @@ def test_every_class_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     ],
 )
 def test_a_class_that_does_more_or_other_than_tokenizer_json_is_refused(
-    tokenizer_folder: Callable[..., Path], config: dict, message: str
+    tokenizer_folder: Make, config: dict, message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(tokenizer_folder(**config))
@@ -136,7 +136,7 @@ def test_a_class_that_does_more_or_other_than_tokenizer_json_is_refused(
 
 
 def test_a_tokenizer_that_would_take_all_memory_is_refused(
-    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # To fill the limit of a run takes 17 seconds.
     monkeypatch.setattr(importlib.import_module("lptune.data.tokenizer"), "MAX_MEMORY", 512 * 2**20)
@@ -156,7 +156,7 @@ def test_code_llamas_infilling_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_written_where_transformers_writes_it(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
+    tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     folder = tokenizer_folder()
     (folder / "chat_template.jinja").write_text("\ufeff{{ messages[0].content }}")
@@ -172,7 +172,7 @@ def test_a_byte_order_mark_is_written_where_transformers_writes_it(
 
 @pytest.mark.parametrize("name", ["id_rsa", "notes.txt", "link.jinja"])
 def test_a_file_that_is_not_named_a_template_is_not_read_as_one(
-    name: str, tokenizer_folder: Callable[..., Path], tmp_path: Path
+    name: str, tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     secret = tmp_path / ("target" if name == "link.jinja" else name)
     secret.write_text("s3cret")
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_named_a_template_is_not_read_as_one(
 
 
 def test_the_eos_token_falls_back_on_generation_and_model_config(
-    tokenizer_folder: Callable[..., Path],
+    tokenizer_folder: Make,
 ) -> None:
     folder = tokenizer_folder(eos_token=None)
     assert load_tokenizer(folder).eos_id is None
@@ -200,7 +200,7 @@ def test_the_eos_token_falls_back_on_generation_and_model_config(
 
 
 def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
-    tokenizer_folder: Callable[..., Path],
+    tokenizer_folder: Make,
 ) -> None:
     folder = tokenizer_folder(eos_token={"__type": "AddedToken", "content": "</s>"}, pad_token="<bos>")
     (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "pad_token": "<eos>"}')
@@ -256,9 +256,7 @@ def test_a_broken_folder_is_one_line_naming_the_file(
     assert "\n" not in str(caught.value)
 
 
-def test_the_configs_chat_template_is_text_or_a_path_or_none(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_configs_chat_template_is_text_or_a_path_or_none(tokenizer_folder: Make, tmp_path: Path) -> None:
     folder = tokenizer_folder(chat_template="{{ 'own' }}")
     path = tmp_path / "mine.jinja"
     path.write_text("{{ 'file' }}")
@@ -275,7 +273,7 @@ def test_the_configs_chat_template_is_text_or_a_path_or_none(
 
 
 def test_characters_that_vanish_are_found_and_positions_follow(
-    asset_tokenizer: Callable[[str], Tokenizer],
+    asset_tokenizer: Load,
 ) -> None:
     tokenizer = asset_tokenizer("models/story_llama")
     assert tokenizer.alphabet is not None
@@ -291,9 +289,7 @@ def test_characters_that_vanish_are_found_and_positions_follow(
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from("abcé/=% <>|\nTheï_"), max_size=30))
-def test_removing_unknown_characters_changes_no_token(
-    asset_tokenizer: Callable[[str], Tokenizer], text: str
-) -> None:
+def test_removing_unknown_characters_changes_no_token(asset_tokenizer: Load, text: str) -> None:
     tokenizer = asset_tokenizer("models/story_llama")
     assert tokenizer.alphabet is not None
     kept, _ = tokenizer.alphabet.without(text, tokenizer.alphabet.unknown(text), [])
@@ -301,7 +297,7 @@ def test_removing_unknown_characters_changes_no_token(
 
 
 def test_a_continuation_is_tokenized_as_in_the_middle_of_a_text(
-    asset_tokenizer: Callable[[str], Tokenizer],
+    asset_tokenizer: Load,
 ) -> None:
     tokenizer = asset_tokenizer("tokenizers/llama2")
     ids = tokenizer.encode_batch([tokenizer.continuation + "Paris"])[0].ids[1:]
@@ -315,7 +311,7 @@ def test_a_tokenizer_saved_by_tokenizers_alone_loads(tmp_path: Path, tokenizer_j
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.template) == (None, None, 0, None)
 
 
-def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Load) -> None:
     alphabet = asset_tokenizer("tokenizers/titan_2k").alphabet
     assert alphabet is not None
     assert alphabet.unknown("a b<|im_end|>\nü") == [1, 13, 14]
@@ -323,7 +319,7 @@ def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Callable[
         assert asset_tokenizer(f"tokenizers/{name}").alphabet is None
 
 
-def test_a_panic_is_one_line(tokenizer_folder: Callable[..., Path]) -> None:
+def test_a_panic_is_one_line(tokenizer_folder: Make) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
@@ -333,7 +329,7 @@ def test_a_panic_is_one_line(tokenizer_folder: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize("fault", ["raise RuntimeError('bad ABI')", "import os; os._exit(3)"])
 def test_a_broken_installation_is_not_taken_for_a_broken_checkpoint(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path, fault: str
+    tokenizer_folder: Make, tmp_path: Path, fault: str
 ) -> None:
     folder, package = tokenizer_folder(), tmp_path / "broken" / "transformers"
     package.mkdir(parents=True)
@@ -349,7 +345,7 @@ def test_a_broken_installation_is_not_taken_for_a_broken_checkpoint(
 
 
 def test_no_process_that_loads_renders_and_reads_cached_rows_imports_transformers(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
+    tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     folder = tokenizer_folder(chat_template="{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     row = {"messages": [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y"}]}

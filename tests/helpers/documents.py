@@ -1,6 +1,16 @@
-"""Documents of prepared rows, as text with special tokens shown."""
+"""Documents of prepared rows, as text with special tokens shown; the types of fixtures of tests/data."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 from lptune.data import Rows, Tokenizer
+
+Make = Callable[..., Path]
+"""`tokenizer_folder(name, **config)`."""
+Write = Callable[..., str]
+"""`jsonl(row, …, name=…)`."""
+Load = Callable[[str], Tokenizer]
+"""`asset_tokenizer(name)`."""
 
 
 def texts(rows: Rows, tokenizer: Tokenizer) -> list[tuple[str, str]]:
