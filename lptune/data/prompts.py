@@ -176,8 +176,7 @@ class PromptWriter:
 
 def _columns(cfg: PromptsConfig, rows: Sequence[Row]) -> tuple[str, str, str | None]:
     """(messages | prompt | text, its column, the column of the prompt's second part or None)."""
-    assert cfg.source is not None
-    source, columns = cfg.source, list(dict.fromkeys(name for row in rows for name in row.values))
+    source, columns = str(cfg.source), list(dict.fromkeys(name for row in rows for name in row.values))
     for key in ("messages_column", "prompt_column", "input_column", "text_column"):
         if (name := getattr(cfg, key)) is not None:
             check_column(f"prompts.{key}", name, columns, source)

@@ -276,7 +276,7 @@ def test_the_names_of_a_tied_tensor_are_exported_in_one_dtype(tmp_path: Path) ->
     assert checkpoint.read_config(checkpoint.read_index(folder), print).tied
 
 
-@pytest.mark.parametrize("after", range(NUM_FILES))
+@pytest.mark.parametrize("after", [0, NUM_FILES - 1])
 def test_a_full_disk_leaves_the_previous_export_and_one_line(
     tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
@@ -289,7 +289,7 @@ def test_a_full_disk_leaves_the_previous_export_and_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-@pytest.mark.parametrize("fails", ["write_json", "write_text", "fsync_path", "publish_folder"])
+@pytest.mark.parametrize("fails", ["write_json", "publish_folder"])
 def test_an_io_error_after_the_weights_leaves_the_previous_export(
     tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:

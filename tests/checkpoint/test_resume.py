@@ -171,18 +171,6 @@ def test_values_of_the_environment_stay_out_of_a_checkpoint(
     assert "s3cret" not in json.dumps(state_now(cfg, tmp_path).content["config"])
 
 
-def test_a_change_through_the_environment_is_not_seen_as_the_docs_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    override = "optimizer.lr=${oc.env:LPTUNE_TEST_LR}"
-    monkeypatch.setenv("LPTUNE_TEST_LR", "1e-5")
-    before = saved(tmp_path, state_now(config(tmp_path, override), tmp_path))
-    monkeypatch.setenv("LPTUNE_TEST_LR", "1e-3")
-    checkpoint.check_unchanged(before, state_now(config(tmp_path, override), tmp_path), print)
-    docs = (Path(__file__).parents[2] / "docs/resume.md").read_text(encoding="utf-8")
-    assert "`optimizer.lr: ${oc.env:LR}` a finished run is still `already finished`" in docs
-
-
 def test_a_finished_run_that_does_not_say_its_config_is_finished_with_a_note(tmp_path: Path) -> None:
     said: list[str] = []
     checkpoint.check_unchanged(
@@ -225,14 +213,9 @@ def test_an_export_of_another_form_is_named_and_one_of_an_older_step_is_none(tmp
 @pytest.mark.parametrize(
     ("content", "what"),
     [
-        (b"", "line 1: not valid JSON: Expecting value"),
         (b'{"step": 2, "dty', "line 1: not valid JSON: Unterminated string"),
-        (b"\xff\xfe", "is not UTF-8 text"),
         (b"[4]", r"does not say of which step export/ is, found \[4\]"),
-        (b'{"step": "4"}', "does not say of which step export/ is"),
         (b'{"step": true}', "does not say of which step export/ is"),
-        (b'{"step": NaN}', "does not say of which step export/ is"),
-        (b'{"step": ' + 5000 * b"9" + b"}", "a number in it is too long"),
         (100_000 * b"[", "its brackets are nested too deep"),
         (b'{"step": 4, "dtype": 5}', "dtype: cannot be 5"),
         (b'{"step": 4, "max_shard_gib": NaN}', "max_shard_gib: cannot be nan"),

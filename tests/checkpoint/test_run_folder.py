@@ -228,20 +228,6 @@ def test_a_run_that_continues_its_own_checkpoint_goes_on_in_its_files(
     assert path.is_dir()
 
 
-def test_an_empty_folder_that_vanishes_before_it_is_used_is_not_made_anew(
-    tmp_path: Path, world: World
-) -> None:
-    folder = tmp_path / "mount"
-    for content in ((), ("checkpoints",)):
-        for name in ("", *content):
-            (folder / name).mkdir()
-        with open_run_folder(_config(folder), world) as run:
-            folder.rename(tmp_path / f"away-{len(content)}")
-            with pytest.raises(UserError, match="mount was removed, renamed or unmounted"):
-                run.create(None, _refuse)
-        assert not folder.exists()
-
-
 def test_where_nothing_can_be_locked_a_note_says_so_and_the_run_goes_on(
     tmp_path: Path,
     world: World,

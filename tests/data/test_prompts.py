@@ -68,23 +68,6 @@ def test_a_prompt_is_what_training_puts_before_the_answer(
     assert ids(chosen, source) == [list(before)]
 
 
-def test_chats_equal_apply_chat_template_of_transformers(
-    folder: Path, tokenizer: Tokenizer, write: Write
-) -> None:
-    import transformers
-
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    messages = ROWS["chat"]["messages"]
-    source = write({"messages": messages}, {"messages": messages[:1]})
-    for number, given in enumerate((messages[:3], messages[:1])):
-        text = theirs.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-        assert ids(tokenizer, source)[number] == theirs(text, add_special_tokens=False).input_ids
-    system = {"role": "system", "content": "Be brief."}
-    text = theirs.apply_chat_template([system, *messages[:3]], tokenize=False, add_generation_prompt=True)
-    prompts = ids(tokenizer, source, system_prompt="Be brief.")
-    assert prompts[0] == theirs(text, add_special_tokens=False).input_ids
-
-
 def test_raw_text_and_templates_are_continued_as_they_stand(tokenizer: Tokenizer, write: Write) -> None:
     plain = tokenizer.with_chat_template("none")
     source = write({"text": "Once upon", "n": 3})

@@ -64,7 +64,7 @@ def test_control_characters_of_the_data_are_escaped(tokenizer_folder: Make, tmp_
     assert line.isprintable()
 
 
-@pytest.mark.parametrize("name", ["mistral_chatml", "llama2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama2", "qwen2"])
 def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
     assets: Path, asset_tokenizer: Load, name: str, tmp_path: Path
 ) -> None:

@@ -70,15 +70,6 @@ def test_greedy_answers_equal_transformers_in_batches_and_one_by_one(pair: Twins
     assert len({token for ids in together for token in ids}) > 2, "one token again and again shows little"
 
 
-def test_answers_with_a_repetition_penalty_equal_transformers() -> None:
-    pair = twins(CHECKPOINTS["llama3_2-tiny"])
-    prompts = random_tokens(2, 12).tolist()
-    prompts = [prompts[0], prompts[1][:5]]
-    found = greedy_ids(pair.ours, prompts, penalty=1.2)
-    assert found == [their_ids(pair.theirs, prompt, penalty=1.2) for prompt in prompts]
-    assert found != greedy_ids(pair.ours, prompts)
-
-
 def test_a_trained_model_writes_the_text_of_transformers(assets: Path, world: World) -> None:
     folder = assets / "models" / "story_llama"
     loaded = load_model(str(folder), PrecisionConfig(), "float32", world, num_tokens=1)
