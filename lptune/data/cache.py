@@ -123,15 +123,17 @@ def _found_or_made(folder: Path, key: str, make: Make) -> Stored:
             return found
     with _own_files():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = Lock(folder / f"{key}.lock", mode=0o600, wait=True)
     try:
-        with _locked(folder, key) as is_held:
+        with lock:
             try:
                 if (found := _open(folder, key)) is not None:
                     return found
             except _DamagedError as problem:
                 notes = [f"the cache entry {folder / key} was damaged ({problem}) and is made anew"]
                 _remove(folder, key)
-            _write(folder, key, make, is_held)
+            # Without locks, each process makes its own entry; the first rename wins, with the same content.
+            _write(folder, key, make, is_held=not lock.why_not)
             found = _open(folder, key)
     except _DamagedError as problem:
         raise UserError(
@@ -150,17 +152,6 @@ def _own_files() -> Iterator[None]:
         raise _UnusableError(getattr(error, "strerror", None) or str(error)) from error
 
 
-@contextmanager
-def _locked(folder: Path, key: str) -> Iterator[bool]:
-    """Holds the lock of an entry. False if the file system has no locks: each process then makes its own
-    entry, and the last rename wins, with the same content.
-    """
-    with _own_files():
-        lock = Lock(folder / f"{key}.lock", mode=0o600, wait=True)
-    with lock:
-        yield not lock.why_not
-
-
 def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
     partial = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
     with _own_files():
@@ -174,18 +165,14 @@ def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
         manifest["digest"] = _digest(manifest)
         with _own_files():
             write_bytes(partial / _MANIFEST, json.dumps(manifest).encode(), mode=0o600)
-            _publish(partial, folder / key)
+            try:
+                partial.rename(folder / key)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process was first
+                    raise
             fsync_path(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _publish(partial: Path, entry: Path) -> None:
-    try:
-        partial.rename(entry)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # without locks, another process was first
-            raise
 
 
 class _Writer:

@@ -8,7 +8,9 @@ import os
 import resource
 import shutil
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -23,7 +25,6 @@ from lptune.data import Prepared, Tokenizer, cache, load_tokenizer, prepare
 from lptune.data.cache import cache_folder, cached
 from lptune.data.documents import Documents
 from lptune.data.sources import Row
-from tests.helpers import fork_server
 from tests.helpers.chat_templates import CHATML
 from tests.helpers.documents import Make
 
@@ -221,27 +222,25 @@ def _documents(value: int) -> Documents:
     )  # fmt: skip
 
 
-def test_of_processes_that_ask_at_once_one_makes_the_entry(tmp_path: Path) -> None:
-    context = fork_server.CONTEXT
-    barrier, made, same = context.Barrier(4), context.Value("i", 0), context.Value("i", 0)
-    processes = [fork_server.process(_ask, tmp_path / "cache", barrier, made, same) for _ in range(4)]
-    for process in processes:
-        process.join(60)
-    assert (made.value, same.value) == (1, 4)
+def test_of_those_who_ask_at_once_one_makes_the_entry(tmp_path: Path) -> None:
+    """Threads, each with a lock of its own, as processes have."""
+    barrier, made = threading.Barrier(4), list[int]()
 
-
-def _ask(folder: Path, barrier: Any, made: Any, same: Any) -> None:
     def make(add: Callable[[Documents], None]) -> dict[str, Any]:
-        with made.get_lock():
-            made.value += 1
+        made.append(1)
         for value in range(50):
             add(_documents(value))
-        return {"who": os.getpid()}
+        return {"n": 50}
 
-    barrier.wait()
-    found = cached(str(folder), "k" * 32, make)
-    with same.get_lock():
-        same.value += found.documents.tokens_T.tolist() == [t for v in range(50) for t in (v, 2, 3)]
+    def ask(_: int) -> list[int]:
+        barrier.wait()
+        tokens: list[int] = cached(str(tmp_path), "k" * 32, make).documents.tokens_T.tolist()
+        return tokens
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(4)))
+    assert made == [1]
+    assert found == [[token for value in range(50) for token in (value, 2, 3)]] * 4
 
 
 def test_errors_are_not_cached_and_leave_nothing(run: Callable, rows: Path, tmp_path: Path) -> None:
