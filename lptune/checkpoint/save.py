@@ -42,9 +42,9 @@ from lptune.base.text import size_text
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
-    fresh_folder,
     num_threads,
     publish_folder,
+    remove_leftover,
     save_tensors,
     set_aside,
     why,
@@ -296,7 +296,8 @@ class CheckpointWriter:
         return self._group.together((*WRITE_ERRORS, UserError), line_of)
 
     def _begin(self, partial: Path, num_bytes: int) -> None:
-        fresh_folder(partial)
+        remove_leftover(partial)
+        partial.mkdir()
         free = free_bytes(partial)
         if free < num_bytes:
             raise UserError(f"needs {size_text(num_bytes)}, {size_text(free)} are free")

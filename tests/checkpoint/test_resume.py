@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
@@ -231,36 +230,3 @@ def test_an_export_json_that_no_run_writes_is_named_with_what_to_do(
     (tmp_path / "export.json").write_bytes(content)
     with pytest.raises(UserError, match=f"export.json: ({what}).*; remove that file to export again"):
         run.is_exported(4, ExportConfig())
-
-
-def test_ranks_with_other_rows_or_another_seed_are_refused_on_all_of_them() -> None:
-    class Two(distributed.World):
-        """One of two ranks; `sent` is what the other one gives."""
-
-        def max_(self, values: torch.Tensor) -> None:
-            mine = values.clone()
-            values.copy_(torch.maximum(values, sent[1 - self.rank].to(values.dtype)))
-            sent[self.rank] = mine
-
-    def refusal(rank: int, other: dict[str, Any]) -> str:
-        for number, fingerprint in (
-            (1 - rank, other),
-            (rank, same),
-        ):  # the second call has what the first sent
-            world = Two(number, 2, torch.device("cpu"), mesh=None)  # type: ignore[arg-type]
-            try:
-                checkpoint.check_fingerprint(None, RunState({"fingerprint": fingerprint}), world)
-                message = ""
-            except UserError as error:
-                message = str(error)
-        return message
-
-    same = {"seed": 1, "data": "d" * 16}
-    for rank in range(2):
-        sent = {0: torch.full((2, 2), -(2**62)), 1: torch.full((2, 2), -(2**62))}
-        assert refusal(rank, same) == ""
-        assert refusal(rank, same | {"seed": 2}).startswith("seed: is not the same on all ranks; give all")
-        assert refusal(rank, same | {"data": "e" * 16}) == (
-            "data: is not the same on all ranks (a digest of the training rows, which data.* decides and the "
-            "files that it names); give all machines the same files and the same command"
-        )
