@@ -230,7 +230,7 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
     if prompts and nested:
         what = f"column {nested[0]!r} holds nested rows ({listed(first[nested[0]][0])})"
         raise UserError(
-            f"{source}: {what}; write one row for each, with {prompts[0]!r} and a response column"
+            f"{source}: {what}; write one row for each of them, with {prompts[0]!r} and a response column"
         )
     _refuse_preferences(columns, first, source, (CHOSEN_NAMES, REJECTED_NAMES))
     if prompts:
