@@ -142,8 +142,8 @@ def _read_json(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
             return _json_lines(source, text.split("\n"), bad)
-        where = f"{source} line {error.lineno}"
-        raise UserError(f"{where}: not valid JSON: {_problem(error)}; fix the file") from None
+        line = f"{source} line {error.lineno}: not valid JSON: {_problem(error)}; fix the file"
+        raise UserError(line) from None
     except (ValueError, RecursionError):
         raise UserError(f"{source}: not valid JSON: {_TOO_MUCH}; fix the file") from None
     return _json_list(source, _the_list(source, value), bad)
