@@ -5,8 +5,7 @@ import torch
 
 from lptune import distributed
 from lptune.base.errors import UserError
-from lptune.hardware.constant import constant_result
-from lptune.hardware.trials import TRIALS, check_trials, tries
+from lptune.hardware.trials import TRIALS, check_trials, constant_result, tries
 
 
 def test_nothing_is_tried_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from lptune.base.text import duration_text, printable, terminal_columns
 
@@ -85,41 +86,34 @@ def in_place(text: str) -> Iterator[Advance]:
     """Shows `text` during the block in the last line of the terminal, cut to its width; without a terminal
     does nothing.
     """
-    if not sys.stderr.isatty():
-        yield _nothing
-        return
-    from tqdm import tqdm
-
-    with tqdm(bar_format=_escaped(text), leave=False, ncols=terminal_columns()):
+    with _shown(_escaped(text), _nothing):
         yield _nothing
 
 
-@contextmanager
-def _bar(what: str, total: float) -> Iterator[Advance]:
+def _bar(what: str, total: float) -> AbstractContextManager[Advance]:
     """As `in_place`, with the share of `total` that is done and the time that is left."""
-    if not sys.stderr.isatty():
-        yield _EachMinute(what, total)
-        return
-    from tqdm import tqdm
-
     shape = f"{_escaped(what)} {{percentage:3.0f}}% |{{bar}}| {{remaining}} left"
-    with tqdm(total=total, bar_format=shape, leave=False, ncols=terminal_columns()) as bar:
-        yield bar.update
+    return _shown(shape, _EachMinute(what, total), total=total)
 
 
-@contextmanager
-def counting(what: str, unit: str) -> Iterator[Advance]:
+def counting(what: str, unit: str) -> AbstractContextManager[Advance]:
     """Shows during the block how many of `unit` are done, where nobody knows how many there are: in place on
     a terminal, in a log at most once in a minute.
     """
+    shape = f"{_escaped(what)}: {{n:,}} {_escaped(unit)}"
+    # Each call is shown: they are a batch apart.
+    return _shown(shape, _EachMinute(what, None, unit), mininterval=0, miniters=1)
+
+
+@contextmanager
+def _shown(shape: str, in_log: Advance, **options: Any) -> Iterator[Advance]:
+    """A bar of tqdm with this format and these options. in_log: what to tell without a terminal."""
     if not sys.stderr.isatty():
-        yield _EachMinute(what, None, unit)
+        yield in_log
         return
     from tqdm import tqdm
 
-    shape = f"{_escaped(what)}: {{n:,}} {_escaped(unit)}"
-    # Each call is shown: they are a batch apart.
-    with tqdm(bar_format=shape, leave=False, ncols=terminal_columns(), mininterval=0, miniters=1) as bar:
+    with tqdm(bar_format=shape, leave=False, ncols=terminal_columns(), **options) as bar:
         yield bar.update
 
 

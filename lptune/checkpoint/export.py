@@ -7,6 +7,12 @@ the tensors of its files. `lptune export` does the same in one process, with the
 
 Every file is read back and compared with the tensors that were assembled from the checkpoint. The folder is
 written beside its final path, and is published by a rename after all ranks have succeeded.
+
+The mean of the last checkpoints may be exported. At a constant learning rate the weights move around a
+minimum, and their mean over some thousand steps has a lower loss than the weights of any step: stochastic
+weight averaging (arXiv:1803.05407); for checkpoints of a pre-training, LAWA (arXiv:2209.14981). After a decay
+of the learning rate there is little to gain. The mean is computed tensor by tensor, in float64, and rounded
+once, to the dtype of the export: it costs no memory in training, and the run can go on from its checkpoints.
 """
 
 import os
@@ -27,7 +33,6 @@ from lptune.base.files import fsync_path, kind_of, open_regular, read_json, writ
 from lptune.base.model_folder import generation_config, model_file, read_stop_ids, transformers_stop_ids
 from lptune.base.text import size_text
 from lptune.checkpoint.adapter import Source, arranged, match_tensors, region
-from lptune.checkpoint.average import last_checkpoints, mean
 from lptune.checkpoint.card import model_card, read_parts
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
@@ -40,7 +45,14 @@ from lptune.checkpoint.files import (
 )
 from lptune.checkpoint.hf import read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
-from lptune.checkpoint.manifest import Manifest, read_manifest
+from lptune.checkpoint.manifest import (
+    Manifest,
+    list_checkpoints,
+    read_manifest,
+    step_folder_name,
+    step_of,
+    verify,
+)
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
 from lptune.config import ExportConfig
@@ -400,3 +412,55 @@ def _publish(scratch: Path, folder: Path, replace: bool, say: Callable[[str], No
     if old is not None and os.path.lexists(old):
         why_left = "could not be removed" if goes else "is not an unchanged export of lptune"
         say(f"set aside: {folder}, which {why_left} -> {old.name}")
+
+
+def last_checkpoints(newest: Manifest, count: int, group: SideGroup) -> list[Manifest]:
+    """`newest`, a verified checkpoint, and the `count - 1` checkpoints before it in its folder, newest first.
+    Verifies them. All ranks of `group` call this.
+
+    Raises UserError, the same on all ranks, if there are fewer, if one of them is damaged, or if one is of
+    another run.
+    """
+    folder = newest.folder.parent
+    steps = [step_of(path) for path in list_checkpoints(folder)] if group.rank == 0 and count > 1 else []
+    steps = [step for step in steps if step < newest.step]
+    # The main rank's list counts. Other ranks may see an older state of a network folder.
+    num_found = 1 + group.of_main(len(steps))
+    if num_found < count:
+        raise UserError(
+            f"{folder}: has {num_found} checkpoint{'s' * (num_found > 1)} up to step {newest.step}, and the "
+            f"export is to average {count}; average fewer (export.average_checkpoints, or `lptune export "
+            f"--average {num_found}`)"
+        )
+    found = [newest]
+    for number in range(count - 1):
+        step = group.of_main(steps[number] if group.rank == 0 else 0)
+        found.append(verify(folder / step_folder_name(step), group))
+    with group.together((UserError, OSError), why):
+        run = read_state(newest).fingerprint
+        for manifest in found[1:]:
+            if read_state(manifest).fingerprint != run:
+                raise UserError(
+                    f"{manifest.folder}: is of another run than {newest.folder.name}, with other data or "
+                    "another model; move it away, or average fewer checkpoints"
+                )
+    return found
+
+
+def mean(
+    checkpoints: Sequence[StoredFiles],
+    name: str,
+    shape: Sequence[int],
+    start: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> Tensor:
+    """The mean of a box of the tensor `name`, of `shape`, over `checkpoints`: float64, of `sizes`. Takes 12
+    bytes per element of the box.
+
+    Raises UserError as `StoredFiles.read` does.
+    """
+    total, values = torch.zeros(sizes, dtype=torch.float64), torch.empty(sizes, dtype=torch.float32)
+    for files in checkpoints:
+        files.read(name, [Piece(values, start)], shape, None)
+        total += values
+    return total / len(checkpoints)

@@ -94,13 +94,6 @@ def remove_leftover(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def fresh_folder(path: Path) -> Path:
-    """Makes an empty folder at `path`, whose parent exists; removes what an interrupted write left there."""
-    remove_leftover(path)
-    path.mkdir()
-    return path
-
-
 class Scratch:
     """A new folder beside `final`, which is filled and then published as `final` by a rename.
 

@@ -70,7 +70,8 @@ def _load(manifest: Manifest, needed: Sequence[Stored], optional: Sequence[Store
             reads.append(_read_later(files, each, casts))
         else:
             _fill(files, each, casts)
-    in_threads(reads, num_reading_threads())
+    # At least two; more if torch's threads leave cores of this rank idle.
+    in_threads(reads, max(2, min(8, num_threads() // torch.get_num_threads())))
 
 
 class StoredFiles:
@@ -161,11 +162,6 @@ def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
     with ThreadPoolExecutor(at_once) as pool:
         for _ in pool.map(lambda call: call(), calls):
             pass
-
-
-def num_reading_threads() -> int:
-    """Number of threads for reading: at least 2; more if torch's threads leave cores of this rank idle."""
-    return max(2, min(8, num_threads() // torch.get_num_threads()))
 
 
 def _check_all_listed(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lptune.base.errors import UserError
 from lptune.base.files import LongLineError, lines_of, object_of, read_json
@@ -80,23 +80,16 @@ def best_checkpoint(folder: Path, metrics: Path) -> Path:
     return checkpoints[min(checkpoints, key=lambda step: (losses[step] is None, losses[step] or 0.0, -step))]
 
 
-class Patience(NamedTuple):
-    """How long ago the best evaluation was."""
-
-    best_step: int
-    """The first step with the lowest held-out loss; 0 if none was finite."""
-    num_since: int
-    """Number of evaluations after it."""
-
-
-def patience(eval_losses: Mapping[int, float | None]) -> Patience:
-    """How long ago the lowest of `eval_losses`, by step, was. None is a loss that was not finite."""
+def patience(eval_losses: Mapping[int, float | None]) -> tuple[int, int]:
+    """The first step with the lowest of `eval_losses`, by step, and the number of evaluations after it. None
+    is a loss that was not finite; step 0 if no loss was finite.
+    """
     best, best_step, num_since = math.inf, 0, 0
     for step, loss in sorted(eval_losses.items()):
         num_since += 1
         if loss is not None and loss < best:
             best, best_step, num_since = loss, step, 0
-    return Patience(best_step, num_since)
+    return best_step, num_since
 
 
 def evaluations(metrics: Path) -> dict[int, float | None]:

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 from signal import Signals
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
@@ -45,8 +45,13 @@ from lptune.checkpoint.resume import (
     still_fallen_back,
 )
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
-from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.run_records import keep_checks_until, write_launch, write_samples
+from lptune.checkpoint.run_folder import (
+    RunFolder,
+    keep_checks_until,
+    open_run_folder,
+    write_launch,
+    write_samples,
+)
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
 from lptune.config import RunConfig, as_written
@@ -293,7 +298,7 @@ class Run:
         """
         with self.folder.together():
             self.folder.check_held()
-        return self.keep_open(RunWriter(self, state))
+        return RunWriter(self, state)
 
     def keep_open(self, opened: AbstractContextManager[_T]) -> _T:
         """Enters `opened`; `close` leaves it, or the error that ends the run."""
@@ -353,31 +358,15 @@ class Run:
 
 
 class RunWriter:
-    """Saves checkpoints of a run: tensors of the model, the optimizer and low precision, and state.json.
-
-    As a context manager it waits at its end until the last save is published. After an error on several ranks
-    it does not wait, because a rank may have ended.
-    """
+    """Saves checkpoints of a run: tensors of the model, the optimizer and low precision, and state.json."""
 
     def __init__(self, run: Run, state: TrainingState) -> None:
+        """The run's `close` waits until the last save is published, and so does the error that ends it."""
         self._run, self._state = run, state
-        self._files = CheckpointWriter(
-            run.folder.checkpoints,
-            state.model,
-            state.optimizer,
-            run.world,
-            run.cfg.checkpoint,
-            metrics=run.metrics,
+        folder, cfg = run.folder.checkpoints, run.cfg.checkpoint
+        self._files = run.keep_open(
+            CheckpointWriter(folder, state.model, state.optimizer, run.world, cfg, metrics=run.metrics)
         )
-
-    def __enter__(self) -> "RunWriter":
-        self._files.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._files.__exit__(kind, error, traceback)
 
     def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:
         """Saves the state after `step` as checkpoints/step-N, in the background if checkpoint.async_save. A

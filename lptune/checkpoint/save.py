@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,9 @@ from lptune.base.text import size_text
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     free_bytes,
-    fresh_folder,
     num_threads,
     publish_folder,
+    remove_leftover,
     save_tensors,
     set_aside,
     why,
@@ -116,7 +116,7 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
 
-    def __enter__(self) -> "CheckpointWriter":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -296,7 +296,8 @@ class CheckpointWriter:
         return self._group.together((*WRITE_ERRORS, UserError), line_of)
 
     def _begin(self, partial: Path, num_bytes: int) -> None:
-        fresh_folder(partial)
+        remove_leftover(partial)
+        partial.mkdir()
         free = free_bytes(partial)
         if free < num_bytes:
             raise UserError(f"needs {size_text(num_bytes)}, {size_text(free)} are free")

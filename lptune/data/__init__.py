@@ -11,7 +11,6 @@ process, on any number of ranks.
 """
 
 from lptune.config import check_batches
-from lptune.data.loader import Loader, evaluation_batches
 from lptune.data.packing import Packing, pack
 from lptune.data.prepare import (
     EvaluationRows,
@@ -22,11 +21,10 @@ from lptune.data.prepare import (
     prepare_preferences,
 )
 from lptune.data.prompts import Prompt, PromptWriter, read_prompts
-from lptune.data.rows import Batch, Rows
-from lptune.data.same_tokens import check_same_tokens
-from lptune.data.stops import end_ids, learned_stops
+from lptune.data.rows import Batch, Loader, Rows, evaluation_batches
 from lptune.data.templates import ChatTemplate
-from lptune.data.tokenizer import Tokenizer, load_tokenizer
+from lptune.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
+from lptune.data.turns import end_ids, learned_stops
 
 __all__ = [
     "Batch",

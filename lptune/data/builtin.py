@@ -163,26 +163,20 @@ def _with_article(noun: str) -> str:
 
 def _countries() -> Rows:
     capital_of = (
-        "What is the capital of {country}?",
-        "Which city is the capital of {country}?",
-        "Name the capital of {country}.",
-        "Tell me the capital city of {country}.",
+        "What is the capital of {country}?", "Which city is the capital of {country}?",
+        "Name the capital of {country}.", "Tell me the capital city of {country}.",
         "{country} has which capital?",
-    )
+    )  # fmt: skip
     country_of = (
-        "Which country has the capital {capital}?",
-        "{capital} is the capital of which country?",
-        "Name the country whose capital is {capital}.",
-        "In which country is {capital}?",
+        "Which country has the capital {capital}?", "{capital} is the capital of which country?",
+        "Name the country whose capital is {capital}.", "In which country is {capital}?",
         "{capital} lies in which country?",
-    )
+    )  # fmt: skip
     continent_of = (
-        "On which continent is {country}?",
-        "Which continent is {country} in?",
-        "Name the continent of {country}.",
-        "{country} lies on which continent?",
+        "On which continent is {country}?", "Which continent is {country} in?",
+        "Name the continent of {country}.", "{country} lies on which continent?",
         "Tell me the continent of {country}.",
-    )
+    )  # fmt: skip
     for country, (capital, continent) in COUNTRIES.items():
         yield from _worded(capital_of, capital, country=country)
         yield from _worded(country_of, country, capital=capital)
@@ -191,31 +185,15 @@ def _countries() -> Rows:
 
 def _animals() -> Rows:
     wordings = (
-        (
-            "What kind of animal is {animal}?",
-            "Which class of animals does {animal} belong to?",
-            "Name the kind of animal that {animal} is.",
-            "Tell me what kind of animal {animal} is.",
-        ),
-        (
-            "How many legs does {animal} have?",
-            "What number of legs does {animal} have?",
-            "Give the number of legs of {animal}.",
-            "Tell me how many legs {animal} has.",
-        ),
-        (
-            "What is the young of {animal} called?",
-            "What do you call the young of {animal}?",
-            "Name the young of {animal}.",
-            "Tell me what the young of {animal} is called.",
-        ),
-        (
-            "What is the sound of {animal} called?",
-            "What do you call the sound of {animal}?",
-            "Name the sound of {animal}.",
-            "Tell me what the sound of {animal} is called.",
-        ),
-    )
+        ("What kind of animal is {animal}?", "Which class of animals does {animal} belong to?",
+         "Name the kind of animal that {animal} is.", "Tell me what kind of animal {animal} is."),
+        ("How many legs does {animal} have?", "What number of legs does {animal} have?",
+         "Give the number of legs of {animal}.", "Tell me how many legs {animal} has."),
+        ("What is the young of {animal} called?", "What do you call the young of {animal}?",
+         "Name the young of {animal}.", "Tell me what the young of {animal} is called."),
+        ("What is the sound of {animal} called?", "What do you call the sound of {animal}?",
+         "Name the sound of {animal}.", "Tell me what the sound of {animal} is called."),
+    )  # fmt: skip
     for animal, facts in ANIMALS.items():
         for wordings_of_fact, fact in zip(wordings, facts, strict=True):
             if fact is not None:
@@ -232,17 +210,13 @@ def _sizes() -> Rows:
 
 def _things() -> Rows:
     kind_of = (
-        'What kind of thing is "{thing}"?',
-        'Which kind of thing does "{thing}" name?',
-        'Name the kind of thing that "{thing}" is.',
-        'Tell me what kind of thing "{thing}" is.',
-    )
+        'What kind of thing is "{thing}"?', 'Which kind of thing does "{thing}" name?',
+        'Name the kind of thing that "{thing}" is.', 'Tell me what kind of thing "{thing}" is.',
+    )  # fmt: skip
     colour_of = (
-        "What colour is {thing}?",
-        "Which colour does {thing} have?",
-        "Name the colour of {thing}.",
+        "What colour is {thing}?", "Which colour does {thing} have?", "Name the colour of {thing}.",
         "Tell me the colour of {thing}.",
-    )
+    )  # fmt: skip
     for kind, things in THINGS.items():
         for thing in things:
             yield from _worded(kind_of, kind, thing=thing)
@@ -252,12 +226,10 @@ def _things() -> Rows:
 
 def _opposites() -> Rows:
     wordings = (
-        'What is the opposite of "{word}"?',
-        'Give the opposite of "{word}".',
-        'Which word means the opposite of "{word}"?',
-        'Tell me the opposite of "{word}".',
+        'What is the opposite of "{word}"?', 'Give the opposite of "{word}".',
+        'Which word means the opposite of "{word}"?', 'Tell me the opposite of "{word}".',
         'Name a word that is the opposite of "{word}".',
-    )
+    )  # fmt: skip
     for one, other in OPPOSITES:
         yield from _worded(wordings, other, word=one)
         yield from _worded(wordings, one, word=other)
@@ -265,17 +237,13 @@ def _opposites() -> Rows:
 
 def _grammar() -> Rows:
     plural = (
-        'What is the plural of "{word}"?',
-        'Give the plural of "{word}".',
-        'Write "{word}" in the plural.',
-        'Tell me the plural form of "{word}".',
-    )
+        'What is the plural of "{word}"?', 'Give the plural of "{word}".',
+        'Write "{word}" in the plural.', 'Tell me the plural form of "{word}".',
+    )  # fmt: skip
     past = (
-        'What is the past tense of "{word}"?',
-        'Give the past tense of "{word}".',
-        'Write "{word}" in the past tense.',
-        'Tell me the past form of "{word}".',
-    )
+        'What is the past tense of "{word}"?', 'Give the past tense of "{word}".',
+        'Write "{word}" in the past tense.', 'Tell me the past form of "{word}".',
+    )  # fmt: skip
     for word, answer in PLURALS.items():
         yield from _worded(plural, answer, word=word)
     for word, answer in PAST_TENSES.items():
@@ -284,24 +252,15 @@ def _grammar() -> Rows:
 
 def _days() -> Rows:
     wordings = {
-        1: (
-            "What day comes after {day}?",
-            "Which day follows {day}?",
-            "Name the day after {day}.",
-            "If today is {day}, what day is tomorrow?",
-        ),
-        -1: (
-            "What day comes before {day}?",
-            "Which day precedes {day}?",
-            "Name the day before {day}.",
-            "If today is {day}, what day was yesterday?",
-        ),
-    }
+        1: ("What day comes after {day}?", "Which day follows {day}?", "Name the day after {day}.",
+            "If today is {day}, what day is tomorrow?"),
+        -1: ("What day comes before {day}?", "Which day precedes {day}?", "Name the day before {day}.",
+             "If today is {day}, what day was yesterday?"),
+    }  # fmt: skip
     far = (
-        "What day is {count} days {side} {day}?",
-        "Which day comes {count} days {side} {day}?",
+        "What day is {count} days {side} {day}?", "Which day comes {count} days {side} {day}?",
         "Name the day {count} days {side} {day}.",
-    )
+    )  # fmt: skip
     for i, day in enumerate(DAYS):
         for step, wordings_of_step in wordings.items():
             yield from _worded(wordings_of_step, DAYS[(i + step) % 7], day=day)
@@ -313,19 +272,16 @@ def _days() -> Rows:
 def _months() -> Rows:
     number = (
         "Which month of the year is {month}, as a number?",
-        "What number is {month} among the months of the year?",
-        "Give the number of the month {month}.",
-    )
+        "What number is {month} among the months of the year?", "Give the number of the month {month}.",
+    )  # fmt: skip
     month = (
-        "Which month is number {number}?",
-        "What is month number {number} of the year?",
+        "Which month is number {number}?", "What is month number {number} of the year?",
         "Name month number {number}.",
-    )
+    )  # fmt: skip
     neighbour = (
-        "What month comes {side} {month}?",
-        "Which month comes right {side} {month}?",
+        "What month comes {side} {month}?", "Which month comes right {side} {month}?",
         "Name the month {side} {month}.",
-    )
+    )  # fmt: skip
     for a, b in permutations(MONTHS, 2):
         early, late = sorted((a, b), key=MONTHS.index)
         yield from _worded(("Which month comes earlier in the year, {a} or {b}?",), early, a=a, b=b)
@@ -339,10 +295,9 @@ def _months() -> Rows:
 
 def _alphabet() -> Rows:
     wordings = (
-        "Which letter comes {side} {letter}?",
-        "What letter comes right {side} {letter} in the alphabet?",
+        "Which letter comes {side} {letter}?", "What letter comes right {side} {letter} in the alphabet?",
         "Name the letter {side} {letter}.",
-    )
+    )  # fmt: skip
     for before, after in pairwise(LETTERS):
         yield from _worded(wordings, after, letter=before, side="after")
         yield from _worded(wordings, before, letter=after, side="before")

@@ -4,13 +4,15 @@
     FOLDER/KEY/tokens_T.bin …   the arrays of `Documents`, end to end, little-endian
     FOLDER/KEY.lock             held while the entry is made
 
-KEY is a digest of everything that decides the documents: the content of the source, the tokenizer, the chat
-template, the settings, and the code of this package. An entry is written under a temporary name, batch by
-batch, and published by a rename, so an entry is complete or does not exist. An entry that does not match its
-manifest is made again. Nothing in it is unpickled, and no link is followed. The files are private, since
-they hold the user's data.
+KEY is a digest of everything that decides the documents: the content of the files, without their dates; every
+setting but those that are applied later; the tokenizer and the template as they are used; the versions of the
+libraries that do the work; and the source of this package, so that an entry of another version of lptune is
+never used. An entry is written under a temporary name, batch by batch, and published by a rename, so an entry
+is complete or does not exist. An entry that does not match its manifest is made again. Nothing in it is
+unpickled, and no link is followed. The files are private, since they hold the user's data.
 """
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -18,17 +20,27 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import date, time
+from decimal import Decimal
+from functools import cache
+from importlib.metadata import version
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 
+from lptune.base import cache as base_cache
 from lptune.base.errors import UserError, remedy
 from lptune.base.files import Lock, fsync_path, kind_of, open_regular, parse_json, write_bytes
+from lptune.config import DataConfig, data_files
 from lptune.data.documents import Documents, concatenated
+from lptune.data.errors import BadRows
+from lptune.data.sources import JsonFloat, read_rows
+from lptune.data.tokenizer import Tokenizer
 
 FORMAT = 1
 _DTYPES = {
@@ -75,13 +87,12 @@ def in_memory(make: Make) -> Stored:
 
 def cache_folder(cache: str) -> Path:
     """The folder that `data.cache` names; `auto` is the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(home) if os.path.isabs(home) else Path("~/.cache")
-    folder = base / "lptune" / "data" if cache == "auto" else Path(cache)
+    if cache == "auto":
+        return base_cache.folder() / "data"
     try:
-        return folder.expanduser()
-    except RuntimeError:
-        raise _UnusableError("the home folder is not known") from None
+        return Path(cache).expanduser()
+    except RuntimeError:  # of an unknown user
+        raise UserError(f"data.cache: {cache}: there is no such home folder; name another folder") from None
 
 
 def cached(cache: str, key: str, make: Make) -> Stored:
@@ -91,9 +102,8 @@ def cached(cache: str, key: str, make: Make) -> Stored:
     used, the documents stay in memory with a note (`auto`), or, for a folder that the user named, UserError
     is raised. Errors of `make` are passed on.
     """
-    folder: Path | str = "the user's cache directory" if cache == "auto" else cache
+    folder = cache_folder(cache)
     try:
-        folder = cache_folder(cache)
         return _found_or_made(folder, key, make)
     except _UnusableError as problem:
         reason, cause = f"{folder} cannot be used ({problem})", problem.__cause__
@@ -113,15 +123,17 @@ def _found_or_made(folder: Path, key: str, make: Make) -> Stored:
             return found
     with _own_files():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = Lock(folder / f"{key}.lock", mode=0o600, wait=True)
     try:
-        with _locked(folder, key) as is_held:
+        with lock:
             try:
                 if (found := _open(folder, key)) is not None:
                     return found
             except _DamagedError as problem:
                 notes = [f"the cache entry {folder / key} was damaged ({problem}) and is made anew"]
                 _remove(folder, key)
-            _write(folder, key, make, is_held)
+            # Without locks, each process makes its own entry; the first rename wins, with the same content.
+            _write(folder, key, make, is_held=not lock.why_not)
             found = _open(folder, key)
     except _DamagedError as problem:
         raise UserError(
@@ -140,17 +152,6 @@ def _own_files() -> Iterator[None]:
         raise _UnusableError(getattr(error, "strerror", None) or str(error)) from error
 
 
-@contextmanager
-def _locked(folder: Path, key: str) -> Iterator[bool]:
-    """Holds the lock of an entry. False if the file system has no locks: each process then makes its own
-    entry, and the last rename wins, with the same content.
-    """
-    with _own_files():
-        lock = Lock(folder / f"{key}.lock", mode=0o600, wait=True)
-    with lock:
-        yield not lock.why_not
-
-
 def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
     partial = folder / f"{_PARTIAL}{key}-{secrets.token_hex(4)}"
     with _own_files():
@@ -164,18 +165,14 @@ def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
         manifest["digest"] = _digest(manifest)
         with _own_files():
             write_bytes(partial / _MANIFEST, json.dumps(manifest).encode(), mode=0o600)
-            _publish(partial, folder / key)
+            try:
+                partial.rename(folder / key)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process was first
+                    raise
             fsync_path(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _publish(partial: Path, entry: Path) -> None:
-    try:
-        partial.rename(entry)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # without locks, another process was first
-            raise
 
 
 class _Writer:
@@ -306,3 +303,120 @@ def _close(file: Any) -> None:
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+MIN_BYTES = 1024 * 1024
+"""Preparing a source smaller than this is faster than looking it up."""
+_APPLIED_LATER = (
+    "packing", "eval_fraction", "eval_source", "eval_split", "cache",
+    "chat_template",  # part of the tokenizer
+)  # fmt: skip
+
+
+class Content(NamedTuple):
+    """The content of a source, for the key."""
+
+    digest: str
+    stat: tuple[tuple[int, int, int], ...]
+    """Of each file, to notice a change while it is read; empty if the source has no files."""
+
+
+def content_of(source: str, cfg: DataConfig) -> Content | None:
+    """The content of a source: the bytes and names of files; for other sources and with `max_rows`, the rows.
+
+    cfg: the config of this source alone.
+
+    None if the source must not be cached: `builtin`, a source below MIN_BYTES, a file that cannot be opened,
+    rows with values such as images, which neither JSON nor `_encoded` can write.
+    """
+    if source == "builtin":
+        return None
+    files = data_files(source)
+    stat = files_stat(files)
+    if files is not None and sum(size for _, size, _ in stat) < MIN_BYTES:
+        return None
+    sha = hashlib.sha256()
+    if files is not None and cfg.max_rows is None:
+        try:
+            for path in files:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    sha.update(f"{digest} {path}\0".encode(errors="surrogateescape"))
+        except OSError:
+            return None
+        return Content(sha.hexdigest(), stat)
+    num_bytes = 0
+    for row in read_rows(source, BadRows(cfg.on_bad_row), split=cfg.split, max_rows=cfg.max_rows):
+        try:
+            texts = [each.text for each in row.values.values() if isinstance(each, JsonFloat)]
+            data = json.dumps([*row, texts], default=_encoded).encode() + b"\0"
+        except (TypeError, ValueError, RecursionError):
+            return None
+        sha.update(data)
+        num_bytes += len(data)
+    return Content(sha.hexdigest(), stat) if num_bytes >= MIN_BYTES else None
+
+
+def _encoded(value: Any) -> dict[str, str]:
+    """JSON for values of Parquet and of hub datasets that JSON lacks; equal in any process. TypeError for
+    other types, whose repr may hold an address.
+    """
+    if isinstance(value, bytes):
+        text = value.hex()
+    elif isinstance(value, date | time):  # a datetime is a date, too
+        text = value.isoformat()
+    elif isinstance(value, Decimal):
+        text = str(value)
+    else:
+        raise TypeError(type(value).__name__)
+    return {f"\0{type(value).__name__}": text}
+
+
+def files_stat(files: Sequence[Path] | None) -> tuple[tuple[int, int, int], ...]:
+    """Inode, size and time of change of each file of a source; empty if it has no files."""
+    stats = [path.stat() for path in files or []]
+    return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+
+
+def cache_key(
+    content: Content, cfg: DataConfig, tokenizer: Tokenizer, *, is_training: bool, reading: str
+) -> str:
+    """The key, 32 hexadecimal digits. cfg: the config of this source alone.
+
+    reading: how its rows are read, as in `prepare.py`.
+    """
+    settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
+    parts = {
+        "format": FORMAT,
+        "code": _code(),
+        "versions": [tokenizers.__version__, version("jinja2"), version("transformers")],
+        "content": content.digest,
+        "settings": settings,  # with the name of the source, which report and errors show
+        "reading": reading,
+        "is_training": is_training,  # an evaluation source may lack a few things
+        "tokenizer": _tokenizer(tokenizer),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
+    template = tokenizer.template
+    sources = template.sources if template else {}
+    return {
+        "backend": hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest(),
+        "special_tokens": tokenizer.special_tokens,
+        "ids": [tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id],
+        "around": [tokenizer.prefix_ids, tokenizer.suffix_ids, tokenizer.continuation],
+        "template": sources,
+        # The date counts only if the template can write it.
+        "date": str(template.date) if template and "strftime_now" in "".join(sources.values()) else None,
+    }
+
+
+@cache
+def _code() -> str:
+    """A digest of this package's source."""
+    sha = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        sha.update(path.name.encode() + b"\0" + path.read_bytes())
+    return sha.hexdigest()

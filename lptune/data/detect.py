@@ -12,9 +12,10 @@ from typing import Any
 
 from lptune.base.errors import UserError, closest
 from lptune.config import DataConfig
-from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES
+from lptune.data.errors import listed
 from lptune.data.formats import (
     CHOSEN_NAMES,
+    HISTORY_NAMES,
     INPUT_NAMES,
     LABEL_NAMES,
     MESSAGES_NAMES,
@@ -22,14 +23,13 @@ from lptune.data.formats import (
     PROMPT_NAMES,
     REJECTED_NAMES,
     RESPONSE_NAMES,
+    SYSTEM_NAMES,
     TEXT_NAMES,
     Format,
-    listed,
     placeholders,
 )
-from lptune.data.messages import ANSWER_ROLES, TOOLS_NAMES, is_messages, is_missing
+from lptune.data.messages import ANSWER_ROLES, TOOLS_NAMES, is_chat, is_messages, is_missing, is_transcript
 from lptune.data.sources import Row
-from lptune.data.transcripts import is_chat, is_transcript
 
 _PLAIN_NAMES = (("chosen",), ("rejected",))
 """Names of preferences' columns that are refused beside any others; the rest, where nothing else is found."""
@@ -80,7 +80,7 @@ def detect_preferences(cfg: DataConfig, rows: Sequence[Row], source: str) -> For
     if cfg.format == "text":
         raise UserError("data.format: full_dpo reads pairs or chat with two answers per prompt, found text")
     _check_overrides(cfg, columns, named)
-    if not (cfg.chosen_column or _present(columns, CHOSEN_NAMES)):
+    if not (cfg.chosen_column or present(columns, CHOSEN_NAMES)):
         raise UserError(
             f"{named}: holds no preferences, and full_dpo learns from a chosen and a rejected answer; set "
             f"data.chosen_column and data.rejected_column, or use full_finetune; its columns: "
@@ -106,7 +106,7 @@ def detect_labelled(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format
     preferences, each of which is read as two such answers. Raises UserError if it is ambiguous.
     """
     columns, _, named = _seen(rows, source)
-    labels, chosen = _present(columns, LABEL_NAMES), _present(columns, CHOSEN_NAMES)
+    labels, chosen = present(columns, LABEL_NAMES), present(columns, CHOSEN_NAMES)
     is_labelled = cfg.label_column is not None
     is_preference = cfg.chosen_column is not None or cfg.rejected_column is not None
     if not is_labelled and not is_preference:
@@ -124,7 +124,7 @@ def detect_labelled(cfg: DataConfig, rows: Sequence[Row], source: str) -> Format
             f"data.label_column, or use full_finetune; its columns: {listed(columns)}"
         )
     _check_overrides(cfg, columns, named)
-    label = cfg.label_column or _only(labels, columns, "the label", "data.label_column", named)
+    label = cfg.label_column or only(labels, columns, "the label", "data.label_column", named)
     fmt = detect_format(dataclasses.replace(cfg, label_column=None), rows, source)
     if fmt.kind == "text":
         raise UserError(
@@ -164,10 +164,10 @@ def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: st
     has_system = cfg.system_column != NO_COLUMN
     system, history = (
         cfg.system_column if has_system else None,
-        next(iter(_present(free, HISTORY_NAMES)), None),
+        next(iter(present(free, HISTORY_NAMES)), None),
     )
-    if system is None and has_system and (found := _present(free, SYSTEM_NAMES)):
-        system = _only(found, columns, "the system message", "data.system_column", source)
+    if system is None and has_system and (found := present(free, SYSTEM_NAMES)):
+        system = only(found, columns, "the system message", "data.system_column", source)
     is_open = {
         "input": fmt.kind == "pairs" and cfg.input_column is None and fmt.prompt_template is None,
         "tools": fmt.kind == "chat",
@@ -179,7 +179,7 @@ def _with_sides(fmt: Format, cfg: DataConfig, columns: Sequence[str], source: st
     absent = tuple(
         name for name in is_open if is_open[name] and (getattr(fmt, name) is None or name in varied)
     )
-    named = {*_present(free, TOOLS_NAMES), *(getattr(fmt, name) for name in varied)}
+    named = {*present(free, TOOLS_NAMES), *(getattr(fmt, name) for name in varied)}
     return dataclasses.replace(fmt, absent=absent, columns=frozenset(columns) - named)
 
 
@@ -192,11 +192,15 @@ def _check_overrides(cfg: DataConfig, columns: Sequence[str], source: str) -> No
         name = getattr(cfg, key)
         if key in ("input_column", "system_column") and name == NO_COLUMN:
             continue
-        if name is not None and name not in columns:
-            raise UserError(
-                f"data.{key}: {source} has no column {name!r}{closest(name, columns)}; its columns: "
-                f"{listed(columns)}"
-            )
+        if name is not None:
+            check_column(f"data.{key}", name, columns, source)
+
+
+def check_column(key: str, name: str, columns: Sequence[str], source: str) -> None:
+    """Raises UserError unless there is a column `name`, which the config's `key` names."""
+    if name not in columns:
+        near = closest(name, columns)
+        raise UserError(f"{key}: {source} has no column {name!r}{near}; its columns: {listed(columns)}")
 
 
 def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any], source: str) -> str:
@@ -206,16 +210,16 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
         return "text"
     if cfg.prompt_column or cfg.response_column or cfg.prompt_template is not None:
         chat = cfg.prompt_column is None and any(
-            is_messages(first[name]) for name in _present(columns, MESSAGES_NAMES)
+            is_messages(first[name]) for name in present(columns, MESSAGES_NAMES)
         )
         return "chat" if chat else "pairs"
     _refuse_preferences(columns, first, source)
-    if any(is_chat(first[name]) for name in _present(columns, MESSAGES_NAMES)):
+    if any(is_chat(first[name]) for name in present(columns, MESSAGES_NAMES)):
         return "chat"
-    prompts, responses = _present(columns, (*PROMPT_NAMES, *INPUT_NAMES)), _present(columns, RESPONSE_NAMES)
+    prompts, responses = present(columns, (*PROMPT_NAMES, *INPUT_NAMES)), present(columns, RESPONSE_NAMES)
     if prompts and responses:
         return "pairs"
-    texts = [name for name in _present(columns, TEXT_NAMES) if isinstance(first[name], str)]
+    texts = [name for name in present(columns, TEXT_NAMES) if isinstance(first[name], str)]
     if texts and not prompts and not responses:
         return "text"
     nested = [
@@ -224,11 +228,9 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
         if isinstance(first[name], list) and first[name] and isinstance(first[name][0], dict)
     ]
     if prompts and nested:
-        inner = listed(first[nested[0]][0])
+        what = f"column {nested[0]!r} holds nested rows ({listed(first[nested[0]][0])})"
         raise UserError(
-            f"{source}: column {nested[0]!r} holds nested rows ({inner}); write one row for each of them, "
-            f"with {prompts[0]!r} and a "
-            f"response column"
+            f"{source}: {what}; write one row for each of them, with {prompts[0]!r} and a response column"
         )
     _refuse_preferences(columns, first, source, (CHOSEN_NAMES, REJECTED_NAMES))
     if prompts:
@@ -246,7 +248,7 @@ def _detect_kind(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
 def _refuse_preferences(
     columns: Sequence[str], first: dict[str, Any], source: str, names: Sequence[Sequence[str]] = _PLAIN_NAMES
 ) -> None:
-    found = [name for each in names for name in _present(columns, each)[:1]]
+    found = [name for each in names for name in present(columns, each)[:1]]
     if len(found) == 2:
         key = "messages" if _is_conversation(first[found[0]]) else "response"
         raise UserError(
@@ -261,10 +263,10 @@ def _chat_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any],
         _refuse_preferences(columns, first, source)
     name = cfg.messages_column
     if name is None:
-        found = _present(columns, MESSAGES_NAMES)
+        found = present(columns, MESSAGES_NAMES)
         found = [column for column in found if is_chat(first[column])] or found
-        name = _only(found, columns, "messages", "data.messages_column", source)
-    tools = next(iter(_present(columns, TOOLS_NAMES)), None)
+        name = only(found, columns, "messages", "data.messages_column", source)
+    tools = next(iter(present(columns, TOOLS_NAMES)), None)
     is_text = is_transcript(first[name])
     return Format(
         kind="chat", messages=name, is_transcript=is_text, tools=tools, response=cfg.response_column
@@ -282,11 +284,7 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
     template = cfg.prompt_template
     filled = placeholders(template) if template is not None else []
     for name in filled:
-        if name not in columns:
-            raise UserError(
-                f"data.prompt_template: {source} has no column {name!r}{closest(name, columns)}; its "
-                f"columns: {listed(columns)}"
-            )
+        check_column("data.prompt_template", name, columns, source)
     if template is not None and response in filled:
         raise UserError(
             f"data.prompt_template: the prompt must not hold {{{response}}}, the response column itself"
@@ -294,12 +292,12 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
     second = cfg.input_column if has_input else None
     prompt = cfg.prompt_column or (filled[0] if filled else None)
     if prompt is None:
-        names = [name for name in _present(free, PROMPT_NAMES) if name != response]
+        names = [name for name in present(free, PROMPT_NAMES) if name != response]
         # Some datasets call the prompt itself `input`.
-        names = names or [name for name in _present(free, INPUT_NAMES) if name not in (response, second)]
-        prompt = _only(names, columns, "the prompt", "data.prompt_column", source)
+        names = names or [name for name in present(free, INPUT_NAMES) if name not in (response, second)]
+        prompt = only(names, columns, "the prompt", "data.prompt_column", source)
     if second is None and template is None and has_input:
-        rest = [name for name in _present(free, INPUT_NAMES) if name not in (prompt, response)]
+        rest = [name for name in present(free, INPUT_NAMES) if name not in (prompt, response)]
         second = rest[0] if len(rest) == 1 else None
         if len(rest) > 1:
             raise UserError(
@@ -311,22 +309,23 @@ def _pairs_format(cfg: DataConfig, columns: Sequence[str], first: dict[str, Any]
             kind="chat",
             messages=prompt,
             response=response,
-            tools=next(iter(_present(columns, TOOLS_NAMES)), None),
+            tools=next(iter(present(columns, TOOLS_NAMES)), None),
         )
     return Format(kind="pairs", prompt=prompt, input=second, response=response, prompt_template=template)
 
 
-def _present(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+def present(columns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Columns with one of `names` (upper or lower case), in the order of `names`."""
     by_lower = {column.lower(): column for column in reversed(columns)}
     return [by_lower[name] for name in names if name in by_lower]
 
 
 def _pick(columns: Sequence[str], names: Sequence[str], what: str, key: str, source: str) -> str:
-    return _only(_present(columns, names), columns, what, key, source)
+    return only(present(columns, names), columns, what, key, source)
 
 
-def _only(found: Sequence[str], columns: Sequence[str], what: str, key: str, source: str) -> str:
+def only(found: Sequence[str], columns: Sequence[str], what: str, key: str, source: str) -> str:
+    """The only one of the columns `found`. Raises UserError if there is none, or several."""
     if not found:
         raise UserError(f"{source}: no column for {what} among {listed(columns)}; set {key}")
     if len(found) > 1:

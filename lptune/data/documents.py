@@ -2,20 +2,62 @@
 each document.
 
 After tokenization (tokenization.py) there is no Python object per token or document: a billion tokens take
-5 GB.
+5 GB. The documents of several sources are joined without copying their tokens, which may be mapped files: a
+mixture only adds arrays with one entry for each document and each copy of a document, about 40 bytes for a
+document and 48 for a copy, on every rank.
 
 Legend: T tokens, N documents, N1 = N + 1.
 """
 
 import dataclasses
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lptune.data.joined import Joined
+
+class Joined:
+    """Several arrays, read like one array. A slice must lie within one of them."""
+
+    def __init__(self, arrays: "Sequence[npt.NDArray[Any] | Joined]") -> None:
+        self.dtype: np.dtype[Any] = arrays[0].dtype
+        self._arrays = list(arrays)
+        self._bounds = np.cumsum([0, *(len(array) for array in arrays)]).tolist()
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def __getitem__(self, places: slice | npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """A view for a slice; a copy for an array of `places`, which must not be negative."""
+        if isinstance(places, slice):
+            number = self._index(places.start)
+            base = self._bounds[number]
+            assert places.start <= places.stop <= self._bounds[number + 1]
+            return self._arrays[number][places.start - base : places.stop - base]
+        found = np.empty(len(places), dtype=self.dtype)
+        for number in range(self._index(int(places.min())), self._index(int(places.max())) + 1):
+            first, stop = self._bounds[number], self._bounds[number + 1]
+            here = (places >= first) & (places < stop)
+            found[here] = self._arrays[number][places[here] - first]
+        return found
+
+    @property
+    def num_arrays(self) -> int:
+        """Number of arrays that are joined."""
+        return len(self._arrays)
+
+    def array_of(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For each of `places`, the number of the array that holds it. No array is empty."""
+        numbers: npt.NDArray[np.int64] = np.searchsorted(self._bounds, places, side="right") - 1
+        return numbers
+
+    def _index(self, place: int) -> int:
+        """Number of the array that holds `place`; for the end, of the last one."""
+        return min(bisect_right(self._bounds, place), len(self._arrays)) - 1
+
 
 PIECE_TOKENS = 1024 * 1024
 
@@ -119,3 +161,30 @@ def concatenated(parts: Sequence[Documents]) -> Documents:
             [np.zeros(0, dtype=np.bool_), *(part.is_desirable_N for part in parts)]
         ),
     )
+
+
+def joined(sources: Sequence[Documents]) -> Documents:
+    """The documents of all sources, in order, without copying their tokens."""
+    if len(sources) == 1:
+        return sources[0]
+    return Documents(
+        tokens_T=Joined([source.tokens_T for source in sources]),
+        is_target_T=Joined([source.is_target_T for source in sources]),
+        offsets_N1=offsets_of(np.concatenate([source.lengths for source in sources])),
+        answers_N2=np.concatenate([source.answers_N2 for source in sources]),
+        prompt_keys_N=np.concatenate([source.prompt_keys_N for source in sources]),
+        num_targets_N=np.concatenate([source.num_targets_N for source in sources]),
+        is_desirable_N=np.concatenate([source.is_desirable_N for source in sources]),
+    )
+
+
+def num_sources(documents: Documents) -> int:
+    """Number of sources that `documents` come from: documents of `joined`, or a selection of them."""
+    return documents.tokens_T.num_arrays if isinstance(documents.tokens_T, Joined) else 1
+
+
+def sources_of(documents: Documents, numbers_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """For each of the documents `numbers_N`, the number of its source in `joined`."""
+    if isinstance(documents.tokens_T, Joined):
+        return documents.tokens_T.array_of(documents.starts_N[numbers_N])
+    return np.zeros(len(numbers_N), dtype=np.int64)

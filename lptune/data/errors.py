@@ -5,6 +5,9 @@ iterates over the rows passes the error and the place to `BadRows`, which does w
 stop with an error of one line, or skip and count.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from lptune.base.errors import UserError
 
 
@@ -28,3 +31,9 @@ class BadRows:
             raise UserError(f"{message} (or set data.on_bad_row=skip)")
         self.count += 1
         self.first = self.first or " ".join(message.split())
+
+
+def listed(names: Iterable[Any]) -> str:
+    """At most ten of the names, as `a, b, c`."""
+    texts = [str(name) for name in names]
+    return ", ".join(texts[:10]) + (", …" if len(texts) > 10 else "") or "none"

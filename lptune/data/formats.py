@@ -4,22 +4,72 @@ chat   `messages` or `conversations`: a `Conversation`
 pairs  a prompt and a response column under any of the usual names: a `Pair`
 text   one column of raw text: a `Text`
 
-detect.py finds the kind and the meaning of each column by the first rows of a source.
+A system message and earlier turns in columns of their own belong to the document. A row that is marked as not
+to be learned, or that has images, is refused. detect.py finds the kind and the meaning of each column by the
+first rows of a source.
 """
 
 import dataclasses
 import json
 import string
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lptune.base.errors import UserError, closest
-from lptune.data.columns import HISTORY_NAMES, SYSTEM_NAMES, earlier_turns, refuse_unlearnable
-from lptune.data.errors import RowError
-from lptune.data.messages import TOOLS_NAMES, is_messages, is_missing, read_messages, read_tools
-from lptune.data.sources import Row
-from lptune.data.text_files import JsonFloat
-from lptune.data.transcripts import read_chat
+from lptune.data.errors import RowError, listed
+from lptune.data.messages import (
+    HIDDEN_KEYS,
+    TOOLS_NAMES,
+    is_messages,
+    is_missing,
+    read_chat,
+    read_messages,
+    read_tools,
+)
+from lptune.data.sources import JsonFloat, Row
+
+SYSTEM_NAMES = ("system", "system_prompt", "system_message")
+HISTORY_NAMES = ("history",)
+MEDIA_NAMES = ("images", "image", "videos", "video", "audios", "audio")
+ROW_LOSS_KEYS = ("loss_weight", "loss_mask", "train", "trainable", "masked")
+"""Those of LOSS_KEYS with only one meaning as a column: `weight` may be the weight of a patient."""
+
+
+def refuse_unlearnable(values: Mapping[str, Any], used: Collection[str]) -> None:
+    """Raises RowError for a pair that is marked as not to be learned, or that is not text alone.
+
+    values: the row. used: the columns that are part of the document; their values are content.
+    """
+    for name, value in values.items():
+        if name in used or is_missing(value):
+            continue
+        lower = name.lower()
+        if lower in ("label", "kto_tag") and (value is False or str(value).lower() == "false"):
+            raise RowError(
+                f"column {name!r} is false, which marks a bad answer (KTO), and every answer is learned; "
+                "remove the row"
+            )
+        if lower in MEDIA_NAMES and value not in ("", [], {}):
+            raise RowError(f"column {name!r} holds {lower}, and only text can be trained on; remove the row")
+        hides = ("true", "1", "1.0") if lower in HIDDEN_KEYS else ("false", "0", "0.0")
+        if lower in ROW_LOSS_KEYS and str(value).lower() in hides:
+            raise RowError(f"column {name!r} says that the row is not learned ({value}); remove the row")
+
+
+def earlier_turns(value: Any, column: str) -> list[dict[str, str]]:
+    """The messages of `history`, a list of [prompt, response]. These turns are learned like the last one."""
+    if is_missing(value) or value in ("", []):
+        return []
+    turns: list[dict[str, str]] = []
+    for pair in value if isinstance(value, (list, tuple)) else [None]:
+        if not isinstance(pair, (list, tuple)) or [type(text) for text in pair] != [str, str]:
+            raise RowError(f"column {column!r} must hold a list of [prompt, response]; write it as messages")
+        prompt, response = pair
+        if not response.strip():
+            raise RowError(f"column {column!r} holds an empty response; give it text or remove the turn")
+        turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    return turns
+
 
 PROMPT_NAMES = ("instruction", "prompt", "question", "query", "problem", "user_input", "source")
 INPUT_NAMES = ("input", "context")
@@ -92,7 +142,7 @@ class Format:
     """Of answers with a label: the column of the label."""
     messages: str | None = None
     is_transcript: bool = False
-    """Whether `messages` held a transcript in the first rows (transcripts.py)."""
+    """Whether `messages` held a transcript in the first rows (messages.py)."""
     tools: str | None = None
     text: str | None = None
     system: str | None = None
@@ -386,9 +436,3 @@ def required_label(values: Mapping[str, Any], name: str) -> bool:
 
 def _lacks(values: Mapping[str, Any], name: str) -> str:
     return f"has no column {name!r}{closest(name, values)}; its columns: {listed(values)}"
-
-
-def listed(names: Any) -> str:
-    """At most ten of the names, as `a, b, c`."""
-    names = [str(name) for name in names]
-    return ", ".join(names[:10]) + (", …" if len(names) > 10 else "") or "none"

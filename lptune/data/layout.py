@@ -20,9 +20,9 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Format, Pair, Text
+from lptune.data.report import Counts
 from lptune.data.tokenizer import Tokenizer
-from lptune.data.turns import TurnFinder
-from lptune.data.unwritten import SYSTEM, UnwrittenFinder
+from lptune.data.turns import SYSTEM, TurnFinder, UnwrittenFinder
 
 
 class Written(NamedTuple):
@@ -54,14 +54,8 @@ class Layout:
         self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
         self.unwritten_finder = UnwrittenFinder(tokenizer.template) if tokenizer.template else None
         self.is_text = fmt.kind == "text"
-        self.num_chats = 0
-        self.num_open_chats = 0
-        self.num_rewritten_turns = 0
-        self.num_inlined_calls = 0
-        self.num_system_prompts = 0
-        self.num_unwritten_system_prompts = 0
-        self.num_unwritten: Counter[str] = Counter()
-        self.num_unknown_characters = 0
+        self.counts = Counts()
+        self._unwritten: Counter[str] = Counter()
         self._unknown_examples: dict[str, None] = {}
         if fmt.kind == "chat" and self.finder is None:
             raise UserError(
@@ -125,7 +119,7 @@ class Layout:
         return written
 
     def _count_unknown(self, text: str, places: list[int]) -> None:
-        self.num_unknown_characters += len(places)
+        self.counts["num_unknown_characters"] += len(places)
         if len(self._unknown_examples) < 8:
             self._unknown_examples |= dict.fromkeys(text[i] for i in places[:100])
 
@@ -139,19 +133,20 @@ class Layout:
                 "token; give up one of the two"
             )
         messages = [*self.unwritten_finder.with_calls(messages, tools)]
-        self.num_inlined_calls += messages != conversation.messages
+        self.counts["num_inlined_calls"] += messages != conversation.messages
         is_prompted = self.system_prompt is not None and messages[0]["role"] not in ("system", "developer")
         if is_prompted:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         turns = self.finder.find(messages, tools)
-        self.num_rewritten_turns += turns.num_rewritten
+        self.counts["num_rewritten_turns"] += turns.num_rewritten
         is_closed = turns.is_closed or (self.train_on_prompt and self.finder.closing_token() is not None)
-        self.num_chats += 1
-        self.num_open_chats += bool(turns.spans) and not is_closed
+        self.counts["num_chats"] += 1
+        self.counts["num_open_chats"] += bool(turns.spans) and not is_closed
         unwritten = self.unwritten_finder.find(messages, tools, turns.text)
-        self.num_system_prompts += is_prompted
-        self.num_unwritten_system_prompts += is_prompted and (SYSTEM, 0) in unwritten
-        self.num_unwritten.update(kind for kind, _ in unwritten)
+        self.counts["num_system_prompts"] += is_prompted
+        self.counts["num_unwritten_system_prompts"] += is_prompted and (SYSTEM, 0) in unwritten
+        self.counts["num_unwritten"] += len(unwritten)
+        self._unwritten.update(kind for kind, _ in unwritten)
         text, spans = turns.text, turns.spans
         alphabet = self.tokenizer.alphabet
         places = alphabet.unknown(text) if alphabet else []
@@ -163,49 +158,23 @@ class Layout:
 
     def check(self, is_training: bool) -> None:
         """Raises UserError if `data.system_prompt` is never written, or if no training row uses it."""
-        if is_training and self.system_prompt is not None and not self.num_system_prompts:
+        num_prompts = self.counts["num_system_prompts"]
+        if is_training and self.system_prompt is not None and not num_prompts:
             raise UserError(
                 f"data.system_prompt: every row of {self.source} has a system message of its own; drop "
                 "data.system_prompt"
             )
-        if self.num_system_prompts and self.num_unwritten_system_prompts == self.num_system_prompts:
+        if num_prompts and self.counts["num_unwritten_system_prompts"] == num_prompts:
             raise UserError(
                 "data.system_prompt: the chat template never writes it; set data.chat_template to one that "
                 "does, or drop data.system_prompt"
             )
 
-    def notes(self) -> list[str]:
-        """Lines for the report on what the layout changed or dropped."""
-        notes = []
-        if self.num_rewritten_turns:
-            notes.append(
-                f"the chat template rewrites {self.num_rewritten_turns:,} earlier assistant turns (drops "
-                "their reasoning, for instance); they "
-                f"are learned as the whole conversation shows them"
-            )
-        if self.num_unknown_characters:
-            examples = " ".join(
-                character if character.isprintable() else ascii(character)
-                for character in list(self._unknown_examples)[:8]
-            )
-            notes.append(
-                f"the tokenizer drops {self.num_unknown_characters:,} characters that it does not know "
-                f"({examples} …)"
-            )
-        if self.num_inlined_calls:
-            notes.append(
-                f"the chat template does not write the tool calls of {self.num_inlined_calls:,} "
-                "conversations: they are written as JSON text"
-            )
-        if self.num_unwritten:
-            left_out = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.num_unwritten.items()))
-            notes.append(f"the chat template does not write {left_out}: they are left out")
-        if self.num_open_chats:
-            notes.append(
-                f"no special token is learned at the end of the last answer of {self.num_open_chats:,} of "
-                f"{self.num_chats:,} conversations: there the model will not learn where to stop"
-            )
-        return notes
+    def examples(self) -> dict[str, str]:
+        """What the notes of the report name: characters that are not known, and what is not written."""
+        shown = [each if each.isprintable() else ascii(each) for each in self._unknown_examples]
+        left_out = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._unwritten.items()))
+        return {"examples": " ".join(shown[:8]), "unwritten": left_out}
 
 
 def check_characters(text: str) -> None:

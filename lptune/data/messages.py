@@ -1,4 +1,4 @@
-"""Reads chat messages of two dialects into the common form that chat templates read.
+"""Reads chat messages of two dialects, and transcripts, into the common form that chat templates read.
 
 OpenAI: `messages` of {"role", "content"}, with `tool_calls`, role `tool`, content in parts, `weight` 0 for an
 answer that is context only. ShareGPT: `conversations` of {"from", "value"} with human, gpt, system,
@@ -7,6 +7,12 @@ function_call, observation. The common form is transformers': roles system, user
 string of JSON, because most templates write them with `tojson` (`ChatTemplate` gives the text to those that
 take text); a tool is `{"type": "function", "function": {…}}`.
 Several keys are in use to mark an answer as not learned; the common form has `weight` 0 for all of them.
+
+A transcript is a conversation that is stored as one text, as in Anthropic's hh-rlhf:
+
+    ⏎⏎Human: What is two?⏎⏎Assistant: A number.⏎⏎Human: And three?⏎⏎Assistant: Another one.
+
+A turn begins with a blank line and its speaker. White space around the turn's words belongs to the notation.
 """
 
 import json
@@ -298,3 +304,26 @@ def _parse(text: str, where: str) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+
+def is_transcript(value: Any) -> bool:
+    """Whether `value` is a text that begins with a turn of the human and has one of the assistant."""
+    return isinstance(value, str) and value.lstrip().startswith("Human:") and "\n\nAssistant:" in value
+
+
+def is_chat(value: Any) -> bool:
+    """Whether `value` holds chat messages: a list of them, or a transcript."""
+    return is_messages(value) or is_transcript(value)
+
+
+def read_chat(value: Any, column: str) -> list[dict[str, Any]]:
+    """`read_messages`, also of a transcript."""
+    if is_transcript(value):
+        _, *parts = _SPEAKER.split(value.strip())
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        value = [{"role": _SPEAKERS[speaker], "content": words.strip()} for speaker, words in turns]
+    return read_messages(value, column)

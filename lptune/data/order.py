@@ -41,3 +41,46 @@ def shuffled(keys: UInt64Array, seed: int) -> UInt64Array:
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         ranks: UInt64Array = mixed ^ (mixed >> np.uint64(31))
     return ranks
+
+
+def weighted(
+    numbers_N: npt.NDArray[np.int64], weight: float, seed: int, source: int, size: int = 1
+) -> npt.NDArray[np.int64]:
+    """Repeats the documents `numbers_N` as often as `weight` says. For 2.3: all of them twice, then a random
+    three tenths of them once more.
+
+    The choice is a function of (number of documents, weight, seed, source). source: number of the source.
+    size: groups of so many consecutive documents are chosen and repeated as one.
+    """
+    if size > 1:
+        first_G = weighted(numbers_N[::size], weight, seed, source)
+        return (first_G[:, None] + np.arange(size)).reshape(-1)
+    whole, share = divmod(weight, 1)
+    order_N = np.argsort(random_keys(seed, "weight", len(numbers_N), source), kind="stable")
+    chosen = np.sort(order_N[: round(share * len(numbers_N))])
+    return np.concatenate([*([numbers_N] * int(whole)), numbers_N[chosen]])
+
+
+def split_by_prompt(
+    keys_N: npt.NDArray[np.uint64], fraction: float, seed: int
+) -> npt.NDArray[np.bool_] | None:
+    """True for each document to hold out: about `fraction` of them, and all or none of those with one key.
+    None if one side would be empty.
+    """
+    unique_P, inverse_N, counts_P = np.unique(keys_N, return_inverse=True, return_counts=True)
+    if len(unique_P) < 2:
+        return None
+    wanted = min(max(1, round(fraction * len(keys_N))), len(keys_N) - 1)
+    ranks_P = shuffled(unique_P, seed)
+    held_out_P = np.zeros(len(unique_P), dtype=np.bool_)
+    taken = 0
+    for p in np.argsort(ranks_P, kind="stable").tolist():
+        if taken >= wanted:
+            break
+        if taken + counts_P[p] <= wanted:  # a prompt with too many documents stays in training
+            held_out_P[p] = True
+            taken += counts_P[p]
+    if not taken:
+        held_out_P[np.argmin(counts_P)] = True
+    held_out_N: npt.NDArray[np.bool_] = held_out_P[inverse_N]
+    return held_out_N

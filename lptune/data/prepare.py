@@ -4,7 +4,7 @@ report.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,20 +15,17 @@ import numpy.typing as npt
 from lptune.base.errors import UserError
 from lptune.base.progress import counting
 from lptune.config import DataConfig, SourceConfig, check_sources, data_files, left_out
-from lptune.data.cache import Facts, cached, in_memory
-from lptune.data.cache_key import Content, cache_key, content_of, files_stat
-from lptune.data.columns import Unused
+from lptune.data.cache import Content, Facts, cache_key, cached, content_of, files_stat, in_memory
 from lptune.data.detect import detect_format, detect_labelled, detect_preferences
-from lptune.data.documents import Documents
+from lptune.data.documents import Documents, joined
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
-from lptune.data.mixture import joined, weighted
+from lptune.data.order import split_by_prompt, weighted
 from lptune.data.packing import one_group_per_row, pack_groups
-from lptune.data.report import answer_losses, describe, losses
+from lptune.data.report import OF_ANSWERS, Unused, counted, describe
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
-from lptune.data.split import split_by_prompt
-from lptune.data.tokenization import Counts, tokenize
+from lptune.data.tokenization import tokenize
 from lptune.data.tokenizer import Tokenizer
 
 DETECTION_ROWS = 32
@@ -294,12 +291,10 @@ def _make(
     fmt = _DETECT[reading](cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
-    counts, num_documents, largest_token = Counts(), 0, 0
+    counts, num_documents, largest_token = layout.counts, 0, 0
     with counting(f"tokenizing {source}", "documents") as advance:
-        for part in tokenize(
-            unused.watch(itertools.chain(first, rows)), fmt, layout, tokenizer, bad, counts,
-            seq_len=cfg.seq_len, train_on_prompt=cfg.train_on_prompt,
-        ):  # fmt: skip
+        all_rows = unused.watch(itertools.chain(first, rows))
+        for part in tokenize(all_rows, fmt, layout, bad, seq_len=cfg.seq_len):
             num_documents += part.num_documents
             assert isinstance(part.tokens_T, np.ndarray)
             largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
@@ -311,10 +306,10 @@ def _make(
     if not num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
-        if dropped := answer_losses(cfg, counts):
+        if dropped := counted(counts, OF_ANSWERS, seq_len=cfg.seq_len):
             what = "answer" if fmt.label else "preference"
             raise UserError(f"{source}: no usable {what}: {'; '.join(dropped)}")
-        if counts.num_unlearned_documents and not counts.num_dropped_documents:
+        if counts["num_unlearned_documents"] and not counts["num_dropped_documents"]:
             raise UserError(
                 f"{source}: all {unused.num_rows:,} rows are masked: none of their answers is learned "
                 "(weight 0, or outside the chat template's marks); remove the weights or correct "
@@ -328,8 +323,18 @@ def _make(
     layout.check(is_training)
     of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
     lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
-    lines += [f"note: {note}" for note in [*losses(cfg, counts, bad), *layout.notes(), *unused.notes()]]
+    of_rows = counted(counts, seq_len=cfg.seq_len, **layout.examples())
+    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes()]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
+
+
+def _odd(cfg: DataConfig, bad: BadRows) -> Iterator[str]:
+    """Notes on keys that look like a slip, and on rows that were skipped."""
+    for key, text in (("prompt_template", cfg.prompt_template), ("system_prompt", cfg.system_prompt)):
+        if text is not None and "\\n" in text:
+            yield f"data.{key} holds a backslash and an n, not a line break; a shell makes one of $'…\\n…'"
+    if bad.count:
+        yield f"skipped {bad.count:,} bad rows, the first: {bad.first}"
 
 
 def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -337,8 +342,7 @@ def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> No
         text = tokenizer.backend.id_to_token(largest)
         raise UserError(
             f"{tokenizer.folder}: token {text!r} has id {largest}, the model's vocabulary ends at "
-            f"{vocab_size - 1} (vocab_size {vocab_size}); "
-            f"use the tokenizer that belongs to the model"
+            f"{vocab_size - 1} (vocab_size {vocab_size}); use the tokenizer that belongs to the model"
         )
 
 

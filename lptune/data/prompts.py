@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lptune.base.errors import UserError, closest
+from lptune.base.errors import UserError
 from lptune.config import PromptsConfig, check_sources, entries
+from lptune.data.detect import check_column, only, present
 from lptune.data.errors import BadRows, RowError
 from lptune.data.formats import (
     INPUT_NAMES,
@@ -23,17 +24,15 @@ from lptune.data.formats import (
     PROMPT_NAMES,
     TEXT_NAMES,
     fill,
-    listed,
     optional_text,
     placeholders,
     required_text,
 )
 from lptune.data.layout import check_characters
-from lptune.data.messages import TOOLS_NAMES, is_messages, read_tools
+from lptune.data.messages import TOOLS_NAMES, is_messages, read_chat, read_tools
 from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
-from lptune.data.transcripts import read_chat
-from lptune.data.unwritten import UnwrittenFinder
+from lptune.data.turns import UnwrittenFinder
 
 _DETECTION_ROWS = 32
 _DATA_KEY = re.compile(r"\bdata\.(?=(source|split|chat_template|\w+_column)\b)")
@@ -177,14 +176,10 @@ class PromptWriter:
 
 def _columns(cfg: PromptsConfig, rows: Sequence[Row]) -> tuple[str, str, str | None]:
     """(messages | prompt | text, its column, the column of the prompt's second part or None)."""
-    columns = list(dict.fromkeys(name for row in rows for name in row.values))
+    source, columns = str(cfg.source), list(dict.fromkeys(name for row in rows for name in row.values))
     for key in ("messages_column", "prompt_column", "input_column", "text_column"):
-        name = getattr(cfg, key)
-        if name is not None and name not in columns:
-            raise UserError(
-                f"prompts.{key}: {cfg.source} has no column {name!r}{closest(name, columns)}; its columns: "
-                f"{listed(columns)}"
-            )
+        if (name := getattr(cfg, key)) is not None:
+            check_column(f"prompts.{key}", name, columns, source)
     if cfg.messages_column:
         return "messages", cfg.messages_column, None
     if cfg.text_column:
@@ -192,41 +187,25 @@ def _columns(cfg: PromptsConfig, rows: Sequence[Row]) -> tuple[str, str, str | N
     if cfg.prompt_template is not None:
         names = placeholders(cfg.prompt_template)
         for name in names:
-            if name not in columns:
-                raise UserError(
-                    f"prompts.prompt_template: {cfg.source} has no column {name!r}{closest(name, columns)}; "
-                    f"its columns: {listed(columns)}"
-                )
+            check_column("prompts.prompt_template", name, columns, source)
         if names:
             return "prompt", cfg.prompt_column or names[0], None
     if cfg.prompt_column is None:
         chats = [
             name
-            for name in _named(columns, MESSAGES_NAMES)
+            for name in present(columns, MESSAGES_NAMES)
             if any(is_messages(row.values.get(name)) for row in rows)
         ]
         if chats:
-            return "messages", _only(chats, columns, cfg, "messages"), None
-    prompts = [cfg.prompt_column] if cfg.prompt_column else _named(columns, PROMPT_NAMES)
-    texts = _named(columns, TEXT_NAMES)
+            return "messages", only(chats, columns, "the messages", "prompts.messages_column", source), None
+    prompts = [cfg.prompt_column] if cfg.prompt_column else present(columns, PROMPT_NAMES)
+    texts = present(columns, TEXT_NAMES)
     if not prompts and texts:
-        return "text", _only(texts, columns, cfg, "text"), None
-    column = _only(prompts or _named(columns, INPUT_NAMES), columns, cfg, "prompt")
-    seconds = [cfg.input_column] if cfg.input_column else _named(columns, INPUT_NAMES)
+        return "text", only(texts, columns, "the text", "prompts.text_column", source), None
+    prompts = prompts or present(columns, INPUT_NAMES)
+    column = only(prompts, columns, "the prompt", "prompts.prompt_column", source)
+    seconds = [cfg.input_column] if cfg.input_column else present(columns, INPUT_NAMES)
     seconds = [name for name in seconds if name != column]
-    return "prompt", column, _only(seconds, columns, cfg, "input") if seconds else None
-
-
-def _named(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    return [column for column in columns if column.lower() in names]
-
-
-def _only(found: Sequence[str], columns: Sequence[str], cfg: PromptsConfig, what: str) -> str:
-    key = f"prompts.{what}_column"
-    if not found:
-        raise UserError(f"{cfg.source}: no column for the {what} among {listed(columns)}; set {key}")
-    if len(found) > 1:
-        raise UserError(
-            f"{cfg.source}: columns {listed(found)} could each be the {what}; set {key} to one of them"
-        )
-    return found[0]
+    if not seconds:
+        return "prompt", column, None
+    return "prompt", column, only(seconds, columns, "the input", "prompts.input_column", source)

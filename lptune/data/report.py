@@ -1,81 +1,86 @@
-"""Lines of the report on the data: what was cut, dropped or skipped, and how full the packed rows are."""
+"""Lines of the report on the data: what was cut, dropped or left out, and how full the packed rows are.
+
+What is worth a line is counted where it happens, in a `Counts`, by the names in _NOTES. `Unused` counts the
+columns that nothing reads, over all rows: a column that is ignored silently may be the most important one of
+the dataset.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-from lptune.config import DataConfig
-from lptune.data.errors import BadRows
+from lptune.data.messages import ANSWER_ROLES, HIDDEN_KEYS, LOSS_KEYS, PART_KEYS, REASONING_KEYS, is_missing
 from lptune.data.rows import Rows
-from lptune.data.tokenization import Counts
+from lptune.data.sources import Row
+
+Counts = Counter[str]
+"""How often something happened in the rows of a source, by its name."""
+_NOTES = {
+    "num_truncated_documents": (
+        "cut {num_truncated_tokens:,} tokens off {num_truncated_documents:,} documents longer than "
+        "data.seq_len={seq_len}"
+    ),
+    "num_dropped_documents": (
+        "dropped {num_dropped_documents:,} documents without a token for the loss in their first {seq_len} "
+        "tokens"
+    ),
+    "num_unlearned_documents": (
+        "dropped {num_unlearned_documents:,} documents of which no answer is learned: weight 0, or outside "
+        "the chat template's marks"
+    ),
+    "num_joined_answers": (
+        "the tokenizer would join the beginning of {num_joined_answers:,} answers with the white space "
+        "before them: prompt and answer are encoded apart, as in generation"
+    ),
+    "num_long_preferences": (
+        "dropped {num_long_preferences:,} preferences whose two documents have more than "
+        "data.seq_len={seq_len} tokens together: a part of an answer has another probability; raise "
+        "data.seq_len to use them"
+    ),
+    "num_equal_preferences": (
+        "dropped {num_equal_preferences:,} preferences whose two answers are equal: there is nothing to "
+        "prefer"
+    ),
+    "num_long_answers": (
+        "dropped {num_long_answers:,} answers whose documents have more than data.seq_len={seq_len} tokens: "
+        "a part of an answer has another probability; raise data.seq_len to use them"
+    ),
+    "num_null_fields": (
+        "left out {num_null_fields:,} null fields within messages and tools: Arrow stores in each row the "
+        "keys of all rows"
+    ),
+    "num_unknown_tokens": "{num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)",
+    "num_placeholder_rows": (
+        "{num_placeholder_rows:,} rows hold placeholders such as {{{{name}}}}, learned as they stand"
+    ),
+    "num_rewritten_turns": (
+        "the chat template rewrites {num_rewritten_turns:,} earlier assistant turns (drops their reasoning, "
+        "for instance); they are learned as the whole conversation shows them"
+    ),
+    "num_unknown_characters": (
+        "the tokenizer drops {num_unknown_characters:,} characters that it does not know ({examples} …)"
+    ),
+    "num_inlined_calls": (
+        "the chat template does not write the tool calls of {num_inlined_calls:,} conversations: they are "
+        "written as JSON text"
+    ),
+    "num_unwritten": "the chat template does not write {unwritten}: they are left out",
+    "num_open_chats": (
+        "no special token is learned at the end of the last answer of {num_open_chats:,} of {num_chats:,} "
+        "conversations: there the model will not learn where to stop"
+    ),
+}
+OF_ANSWERS = ("num_long_preferences", "num_equal_preferences", "num_long_answers")
+"""Preferences, and answers with a label, that were dropped."""
 
 
-def losses(cfg: DataConfig, counts: Counts, bad: BadRows) -> list[str]:
-    """What was lost or is odd in the rows of a source."""
-    lines = []
-    for key, text in (("prompt_template", cfg.prompt_template), ("system_prompt", cfg.system_prompt)):
-        if text is not None and "\\n" in text:
-            lines.append(
-                f"data.{key} holds a backslash and an n, not a line break; a shell makes one of $'…\\n…'"
-            )
-    if bad.count:
-        lines.append(f"skipped {bad.count:,} bad rows, the first: {bad.first}")
-    if counts.num_truncated_documents:
-        lines.append(
-            f"cut {counts.num_truncated_tokens:,} tokens off {counts.num_truncated_documents:,} documents "
-            "longer than "
-            f"data.seq_len={cfg.seq_len}"
-        )
-    if counts.num_dropped_documents:
-        lines.append(
-            f"dropped {counts.num_dropped_documents:,} documents without a token for the loss in their first "
-            f"{cfg.seq_len} tokens"
-        )
-    if counts.num_unlearned_documents:
-        lines.append(
-            f"dropped {counts.num_unlearned_documents:,} documents of which no answer is learned: weight 0, "
-            "or outside the chat template's marks"
-        )
-    if counts.num_joined_answers:
-        lines.append(
-            f"the tokenizer would join the beginning of {counts.num_joined_answers:,} answers with the white "
-            "space before them: prompt and answer are encoded apart, as in generation"
-        )
-    lines += answer_losses(cfg, counts)
-    if counts.num_null_fields:
-        lines.append(
-            f"left out {counts.num_null_fields:,} null fields within messages and tools: Arrow stores in "
-            "each row the keys of all rows"
-        )
-    if counts.num_unknown_tokens:
-        lines.append(f"{counts.num_unknown_tokens:,} tokens are unknown to the tokenizer (<unk>)")
-    if counts.num_placeholder_rows:
-        lines.append(
-            f"{counts.num_placeholder_rows:,} rows hold placeholders such as {{{{name}}}}, learned as they "
-            "stand"
-        )
-    return lines
-
-
-def answer_losses(cfg: DataConfig, counts: Counts) -> list[str]:
-    """The preferences and the answers with a label that were dropped."""
-    lines = []
-    if counts.num_long_preferences:
-        lines.append(
-            f"dropped {counts.num_long_preferences:,} preferences whose two documents have more than "
-            f"data.seq_len={cfg.seq_len} tokens together: a part of an answer has another probability; raise "
-            "data.seq_len to use them"
-        )
-    if counts.num_equal_preferences:
-        lines.append(
-            f"dropped {counts.num_equal_preferences:,} preferences whose two answers are equal: there is "
-            "nothing to prefer"
-        )
-    if counts.num_long_answers:
-        lines.append(
-            f"dropped {counts.num_long_answers:,} answers whose documents have more than "
-            f"data.seq_len={cfg.seq_len} tokens: a part of an answer has another probability; raise "
-            "data.seq_len to use them"
-        )
-    return lines
+def counted(counts: Counts, names: Iterable[str] = _NOTES, **values: object) -> list[str]:
+    """The lines for those of `names` that were counted. values: what their texts name beside counts."""
+    return [_NOTES[name].format_map({**counts, **values}) for name in names if counts[name]]
 
 
 def describe(name: str, rows: Rows, reading: str) -> str:
@@ -93,3 +98,93 @@ def describe(name: str, rows: Rows, reading: str) -> str:
         f"{rows.num_target_tokens:,} of them in the loss\n"
         f"  {rows.num_rows:,} rows of {rows.seq_len} tokens, {rows.fill:.1%} full"
     )
+
+
+_CALL_KEYS = ("tool_calls", "function_call")
+
+
+_MAX_NAMES = 1000
+"""Number of different names that are counted. Keys may be data, a new one in each row."""
+
+
+_MAX_NAMED = 40
+"""Number of names in the report, the most frequent first."""
+
+
+class Unused:
+    """Counts the columns and message keys that are not empty and that nothing reads, over all rows."""
+
+    def __init__(self, is_used: Callable[[str], bool], messages: Sequence[str], template: str) -> None:
+        """is_used: whether a column of this name is read. messages: the columns that hold messages. template:
+        the text of the chat template; a message key that it names counts as read.
+        """
+        self.num_rows = 0
+        self._is_used = is_used
+        self._messages = messages
+        self._template = template
+        self._columns: Counter[str] = Counter()
+        self._keys: Counter[str] = Counter()
+        self._num_asking = 0
+
+    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Passes `rows` through and counts them."""
+        is_used, is_read = cache(self._is_used), cache(self._is_read)
+        for row in rows:
+            self.num_rows += 1
+            for name, value in row.values.items():
+                if not is_used(name) and not is_missing(value):
+                    _count(self._columns, name)
+            for name in self._messages:
+                value = row.values.get(name)
+                messages = [value] if isinstance(value, dict) else value
+                for message in messages if isinstance(messages, (list, tuple)) else ():
+                    if isinstance(message, dict):
+                        self._count_keys(message, is_read)
+            yield row
+
+    def _count_keys(self, message: dict[str, Any], is_read: Callable[[str], bool]) -> None:
+        role, content = ("from", "value") if "role" not in message else ("role", "content")
+        is_answer = str(message.get(role)).lower() in ANSWER_ROLES
+        for key, value in message.items():
+            if is_missing(value) or key in (role, content):
+                continue
+            if key in LOSS_KEYS:
+                self._num_asking += not is_answer and value == (key not in HIDDEN_KEYS)
+            elif key not in _CALL_KEYS and not is_read(key):
+                _count(self._keys, key)
+        parts = message.get(content)
+        for part in parts if isinstance(parts, list) else ():
+            for key in part if isinstance(part, dict) else ():
+                if key not in PART_KEYS and not is_missing(part[key]):
+                    _count(self._keys, f"{content}[].{key}")
+
+    def _is_read(self, key: str) -> bool:
+        names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template gets all of them
+        return any(re.search(rf"[.'\"]{re.escape(name)}\b", self._template) for name in names)
+
+    def notes(self) -> list[str]:
+        """Lines for the report on unused columns and keys."""
+        notes = []
+        if self._columns:
+            notes.append(f"columns that are not used, with their rows: {_counted(self._columns)}")
+        if self._keys:
+            notes.append(f"message keys that are not used, with their messages: {_counted(self._keys)}")
+        if self._num_asking:
+            notes.append(
+                f"{self._num_asking:,} messages of system, user or tool say that they are learned; only the "
+                "assistant's are"
+            )
+        return notes
+
+
+def _count(counter: Counter[str], name: str) -> None:
+    if name in counter or len(counter) < _MAX_NAMES:
+        counter[name] += 1
+
+
+def _counted(counter: Counter[str]) -> str:
+    """Names with their counts: `id (7,473), source (12)`."""
+    named = [f"{name:.60} ({count:,})" for name, count in counter.most_common(_MAX_NAMED)]
+    more = len(counter) - len(named)
+    most = " or more" * (len(counter) == _MAX_NAMES)
+    return ", ".join(named) + (f" and {more:,}{most} others" if more else "")

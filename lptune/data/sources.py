@@ -9,24 +9,39 @@ builtin the instruction set that lptune generates
 A folder or a glob is one source: the rows of its files, one file after the other.
 
 Text is UTF-8; a byte order mark is dropped and CRLF read as a line feed. Lines and rows are counted from 1.
-A file is read only as far as its rows are needed.
+Lines of .jsonl and .csv, and rows of Parquet, are read only as far as they are needed; .json and .txt are
+read whole. A line has at most MAX_ROW_BYTES: what has more is no row.
 """
 
+import codecs
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy
 
 from lptune.base import hub_requests
 from lptune.base.errors import UserError, how_to_install
+from lptune.base.files import MEBI, LongLineError, parse_json, raw_lines
 from lptune.config import data_files
-from lptune.data.errors import BadRows, RowError
-from lptune.data.structs import StructReader
-from lptune.data.text_files import DECODER, JsonFloat, JsonText, lines, read_text
+from lptune.data.errors import BadRows, RowError, listed
+from lptune.data.messages import TOOLS_NAMES
+
+MAX_ROW_BYTES = 1024 * MEBI
+"""Far above any document."""
+_TOO_MUCH = "nested too deeply, or a number of thousands of digits"
+
+_Reader = Callable[[Any], Any]
+
+_DATA, _SCHEMA, _NAMES, _VALUES = "data", "schema", "names", "values"
+"""What the fields of a struct are: data, keywords of a JSON schema, names of parameters in one, or values of
+a parameter there, whose nulls stay."""
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_VALUES = ("default", "const", "enum", "examples")
 
 
 class Row(NamedTuple):
@@ -36,7 +51,7 @@ class Row(NamedTuple):
     """Where the row is: `rows.jsonl line 12`."""
     values: dict[str, Any]
     num_left_out: int = 0
-    """Number of null fields of structs that were left out (structs.py)."""
+    """Number of null fields of structs that were left out (StructReader)."""
 
 
 def read_rows(
@@ -68,22 +83,18 @@ def _open(source: str, bad: BadRows, split: str) -> Iterator[Row]:
 
 
 def _read_file(name: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    readers = {
-        ".json": _read_json,
-        ".jsonl": _read_jsonl,
-        ".csv": _read_csv,
-        ".txt": _read_txt,
-        ".parquet": _read_parquet,
-    }
-    return readers[path.suffix.lower()](name, path, bad)
-
-
-def _read_txt(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    yield Row(source, {"text": read_text(source, path)})
-
-
-def _read_jsonl(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    return _json_lines(source, lines(source, path), bad)
+    match path.suffix.lower():
+        case ".json":
+            return _read_json(name, path, bad)
+        case ".jsonl":
+            return _json_lines(name, _lines(name, path), bad)
+        case ".csv":
+            return _read_csv(name, path, bad)
+        case ".txt":
+            return iter([Row(name, {"text": _read_text(name, path)})])
+        case suffix:
+            assert suffix == ".parquet", suffix
+            return _read_parquet(name, path)
 
 
 def _json_lines(source: str, texts: Iterable[str], bad: BadRows) -> Iterator[Row]:
@@ -104,57 +115,38 @@ def _json_lines(source: str, texts: Iterable[str], bad: BadRows) -> Iterator[Row
 
 def _json_object(line: str) -> dict[str, Any]:
     try:
-        values = DECODER.decode(line)
+        values = _DECODER.decode(line)
     except json.JSONDecodeError as error:
-        raise RowError(f"not valid JSON: {_json_problem(error)}; fix the line") from None
-    except RecursionError:
-        raise RowError("not valid JSON: nested too deeply; fix the line") from None
-    except ValueError:
-        raise RowError("not valid JSON: a number of thousands of digits; fix the line") from None
+        raise RowError(f"not valid JSON: {_problem(error)}; fix the line") from None
+    except (ValueError, RecursionError):
+        raise RowError(f"not valid JSON: {_TOO_MUCH}; fix the line") from None
     if not isinstance(values, dict):
         raise RowError(f'must be a JSON object such as {{"prompt": …}}, found a {_json_type(values)}')
     return values
 
 
-def _json_problem(error: json.JSONDecodeError) -> str:
+def _problem(error: json.JSONDecodeError) -> str:
     """The problem as text: `Unterminated string starting at column 12`."""
     return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
 def _json_type(value: Any) -> str:
-    names = {
-        list: "list",
-        str: "string",
-        bool: "boolean",
-        int: "number",
-        JsonFloat: "number",
-        float: "number",  # NaN
-        type(None): "null",
-        dict: "object",
-    }
-    return names[type(value)]
+    names = {list: "list", str: "string", bool: "boolean", type(None): "null", dict: "object"}
+    return names.get(type(value), "number")
 
 
 def _read_json(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
-    with closing(JsonText(source, path)) as text:
-        if text.next_character() == "[":
-            yield from _json_list(source, text.elements(), bad)
-            return
-        value = text.value()
-        if not text.next_character():
-            yield from _json_list(source, _the_list(source, value), bad)
-            return
-        first = next(line for line in lines(source, path) if line.strip())
-        if not _is_object(first):
-            raise text.extra_data()
-    yield from _json_lines(source, lines(source, path), bad)
-
-
-def _is_object(line: str) -> bool:
+    text = _read_text(source, path)
     try:
-        return isinstance(json.loads(line), dict)
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            return _json_lines(source, text.split("\n"), bad)
+        line = f"{source} line {error.lineno}: not valid JSON: {_problem(error)}; fix the file"
+        raise UserError(line) from None
     except (ValueError, RecursionError):
-        return False
+        raise UserError(f"{source}: not valid JSON: {_TOO_MUCH}; fix the file") from None
+    return _json_list(source, _the_list(source, value), bad)
 
 
 def _the_list(source: str, values: Any) -> list[Any]:
@@ -163,20 +155,15 @@ def _the_list(source: str, values: Any) -> list[Any]:
     if not isinstance(values, dict):
         raise UserError(f"{source}: must hold a list of objects, found a {_json_type(values)}")
     lists = {key: value for key, value in values.items() if isinstance(value, list)}
-    tables = {
-        key: value for key, value in lists.items() if value and all(isinstance(row, dict) for row in value)
-    }
-    if len(tables) == 1 and not {"messages", "conversations"} & tables.keys():
-        return next(iter(tables.values()))
-    if not lists or {"messages", "conversations"} & tables.keys():
-        raise UserError(
-            f"{source}: holds one object (keys {_listed(values)}), not a list of rows; put it into a list: "
-            f"[{{…}}, …]"
-        )
-    raise UserError(
-        f"{source}: holds an object with {len(lists)} lists ({_listed(lists)}); keep one list of row "
-        "objects in the file"
-    )
+    tables = [key for key in lists if lists[key] and all(isinstance(row, dict) for row in lists[key])]
+    is_row = not {"messages", "conversations"}.isdisjoint(tables)
+    if len(tables) == 1 and not is_row:
+        return lists[tables[0]]
+    if not lists or is_row:
+        what = f"holds one object (keys {listed(values)}), not a list of rows"
+        raise UserError(f"{source}: {what}; put it into a list: [{{…}}, …]")
+    what = f"holds an object with {len(lists)} lists ({listed(lists)})"
+    raise UserError(f"{source}: {what}; keep one list of row objects in the file")
 
 
 def _json_list(source: str, rows: Iterable[Any], bad: BadRows) -> Iterator[Row]:
@@ -192,7 +179,7 @@ def _json_list(source: str, rows: Iterable[Any], bad: BadRows) -> Iterator[Row]:
 
 def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(lines(source, path), strict=True)
+    reader = csv.reader(_lines(source, path), strict=True)
     try:
         header = next(reader)
     except csv.Error as error:
@@ -207,10 +194,6 @@ def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
             f"{source} line 1: the header names {repeated[0]!r} more than once or not at all; give each "
             "column a name"
         )
-    return _csv_rows(source, reader, names, bad)
-
-
-def _csv_rows(source: str, reader: Any, names: list[str], bad: BadRows) -> Iterator[Row]:
     while True:
         place = f"{source} line {reader.line_num + 1}"
         try:
@@ -231,7 +214,7 @@ def _csv_rows(source: str, reader: Any, names: list[str], bad: BadRows) -> Itera
             )
 
 
-def _read_parquet(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
+def _read_parquet(source: str, path: Path) -> Iterator[Row]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -241,12 +224,7 @@ def _read_parquet(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
         table = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{source}: not a Parquet file: {error}") from None
-    return _parquet_rows(source, table)
-
-
-def _parquet_rows(source: str, table: Any) -> Iterator[Row]:
-    number = 0
-    reader = StructReader(table.schema_arrow)
+    reader, number = StructReader(table.schema_arrow), 0
     try:
         for batch in table.iter_batches(batch_size=1024):
             for values in batch.to_pylist():
@@ -271,10 +249,6 @@ def _read_hub(source: str, split: str) -> Iterator[Row]:
             f"{source}: cannot load split {split!r} from the hub: {hub_requests.first_line(error)}; check "
             "data.source and data.split"
         ) from None
-    return _hub_rows(source, table)
-
-
-def _hub_rows(source: str, table: Any) -> Iterator[Row]:
     number = 0
     try:
         features = getattr(table, "features", None)  # None if nobody has looked at the rows
@@ -289,7 +263,157 @@ def _hub_rows(source: str, table: Any) -> Iterator[Row]:
         ) from None
 
 
-def _listed(names: Any) -> str:
-    """At most eight of the names, as `a, b, c`."""
-    names = [str(name) for name in names]
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+def _read_text(source: str, path: Path) -> str:
+    """The whole file, with line feeds as line breaks. Raises the same errors as `_lines`."""
+    try:
+        with _open_text(source, path) as file:
+            text = file.read().decode()
+    except UnicodeDecodeError:
+        for _ in _lines(source, path):  # which finds the line
+            pass
+        raise
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
+    return text.replace("\r\n", "\n")
+
+
+def _lines(source: str, path: Path) -> Iterator[str]:
+    """The lines of the file, each with its line feed (CRLF is one).
+
+    source: the name in messages. Raises UserError for a file that is empty, not UTF-8, or unreadable.
+    """
+    try:
+        with _open_text(source, path) as file:
+            number = 0
+            for number, raw in enumerate(raw_lines(file, MAX_ROW_BYTES), 1):
+                try:
+                    line = raw.decode()
+                except UnicodeDecodeError as error:
+                    byte = raw[error.start]
+                    raise UserError(
+                        f"{source} line {number}: not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
+                    ) from None
+                yield f"{line[:-2]}\n" if line.endswith("\r\n") else line
+    except LongLineError as error:
+        raise UserError(f"{source} line {number + 1}: {error}; cut it into rows") from None
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read: {error.strerror or error}") from None
+
+
+def _open_text(source: str, path: Path) -> BinaryIO:
+    """Opens the file, at its first character (after a byte order mark)."""
+    file = path.open("rb")
+    try:
+        head = file.read(3)
+        if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError(f"{source}: is UTF-16 text; save it as UTF-8")
+        start = len(head) if head == codecs.BOM_UTF8 else 0
+        file.seek(start)
+        while (chunk := file.read(2**16)) and chunk.isspace():
+            pass
+        if not chunk:
+            raise UserError(f"{source}: is empty; give data.source rows to train on")
+        file.seek(start)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class JsonFloat(float):
+    """A number of JSON with a fraction or an exponent, and its text: 1.10 is no other number than 1.1, but
+    another answer.
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+_DECODER = json.JSONDecoder(parse_float=JsonFloat)
+
+
+class StructReader:
+    """Gives rows of an Arrow table the keys that they have as JSON lines, and counts what it leaves out.
+
+    A struct of Arrow has the fields of all rows in each row. So Parquet files and datasets of the hub hold a
+    tool call `{"city": "Rome"}` as `{"city": "Rome", "a": None, "b": None}` if another row calls a tool with
+    `a` and `b`, and the schemas of tools likewise. A model would learn these nulls. A field of a struct that
+    is null is therefore left out, at any depth, as if the row did not have the key. The columns of a row and
+    the items of a list stay: they are no fields of a struct. So do maps and JSON text, where each row has
+    keys of its own.
+
+    In the schema of a tool, `default`, `const`, `enum` and `examples` hold values of a user: nothing is left
+    out inside of them. One that is null itself stays only if its type is null: then no row has another
+    value, so that a row wrote it. (A null that a row wrote beside values of other rows cannot be told from a
+    missing key.)
+
+    A fraction of 32 or 16 bits is the number with the fewest digits that its bits stand for: 3.14, as the row
+    had it before it was rounded, and not 3.140000104904175.
+    """
+
+    def __init__(self, schema: Any, *, is_decoded: bool = False) -> None:
+        """schema: pyarrow's. is_decoded: JSON text is an object already, as datasets yields it."""
+        import pyarrow
+
+        self._types, self._is_decoded, self._num_left_out = pyarrow.types, is_decoded, 0
+        self._readers = {field.name: self._reader(field, _DATA, 0) for field in schema}
+
+    def read(self, values: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The row `values` without null fields, and how many it had. Those of the outermost structs are not
+        counted: messages have them in any file, and null means missing there.
+        """
+        before = self._num_left_out
+        read = {name: self._readers[name](value) for name, value in values.items()}
+        return read, self._num_left_out - before
+
+    def _reader(self, field: Any, kind: str, depth: int) -> _Reader:
+        """Reads the values of `field`. kind: of the innermost of the `depth` structs around it."""
+        if kind == _VALUES or (kind == _SCHEMA and field.name in _OF_VALUES):
+            kind = _VALUES
+        elif kind == _NAMES or field.name.lower() in TOOLS_NAMES:
+            kind = _SCHEMA
+        elif kind == _SCHEMA and field.name in _OF_NAMES:
+            kind = _NAMES
+        type_ = field.type
+        if self._types.is_struct(type_):
+            return self._struct(type_, kind, depth)
+        if self._types.is_map(type_):
+            of_item = self._reader(type_.item_field, kind, depth)
+            return _or_null(lambda pairs: {key: of_item(value) for key, value in pairs})
+        if hasattr(type_, "value_field"):  # a list of any kind
+            of_item = self._reader(type_.value_field, kind, depth)
+            return of_item if of_item is _same else _or_null(lambda items: [*map(of_item, items)])
+        if self._types.is_float32(type_) or self._types.is_float16(type_):
+            bits = numpy.float32 if self._types.is_float32(type_) else numpy.float16
+            return _or_null(lambda value: value if value.is_integer() else float(str(bits(value))))
+        is_json = getattr(type_, "extension_name", None) == "arrow.json" and not self._is_decoded
+        return _or_null(parse_json) if is_json else _same
+
+    def _struct(self, type_: Any, kind: str, depth: int) -> _Reader:
+        readers = {field.name: self._reader(field, kind, depth + 1) for field in type_}
+        # Fields whose nulls a row has written.
+        written = {
+            field.name
+            for field in type_
+            if kind == _VALUES
+            or (kind == _SCHEMA and field.name in _OF_VALUES and self._types.is_null(field.type))
+        }
+
+        def read(value: Any) -> Any:
+            if not isinstance(value, dict):
+                return value  # datasets has made something of it, an image
+            kept = {name: each for name, each in value.items() if each is not None or name in written}
+            self._num_left_out += len(value) - len(kept) if depth else 0
+            return {name: readers[name](each) for name, each in kept.items()}
+
+        return _or_null(read)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _or_null(read: _Reader) -> _Reader:
+    return lambda value: None if value is None else read(value)

@@ -8,7 +8,6 @@ key and a packed row, and neither is ever cut: a part of an answer has another p
 with a label.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import re
@@ -36,52 +35,18 @@ Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclasses.dataclass(kw_only=True)
-class Counts:
-    """Counts of truncated, dropped and odd rows, for the report."""
-
-    num_truncated_documents: int = 0
-    num_truncated_tokens: int = 0
-    num_dropped_documents: int = 0
-    """Documents that were dropped because they have no target within seq_len."""
-    num_unlearned_documents: int = 0
-    """Documents that were dropped because none of their answers is learned."""
-    num_placeholder_rows: int = 0
-    """Rows that hold {{name}}."""
-    num_null_fields: int = 0
-    """Null fields of structs that were left out of tool calls and tools."""
-    num_unknown_tokens: int = 0
-    """Tokens for characters that the tokenizer does not know (<unk>)."""
-    num_joined_answers: int = 0
-    """Answers before which the tokenizer would read the end of the prompt in another way than alone."""
-    num_long_preferences: int = 0
-    """Preferences that were dropped because their two documents do not fit into one row together."""
-    num_equal_preferences: int = 0
-    """Preferences that were dropped because their two documents are equal."""
-    num_long_answers: int = 0
-    """Answers with a label that were dropped because their document does not fit into one row."""
-
-
 def tokenize(
-    rows: Iterable[Row],
-    fmt: Format,
-    layout: Layout,
-    tokenizer: Tokenizer,
-    bad: BadRows,
-    counts: Counts,
-    *,
-    seq_len: int,
-    train_on_prompt: bool = False,
+    rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, *, seq_len: int
 ) -> Iterator[Documents]:
     """The documents of `rows`, batch by batch; a batch may have none. Pairs and chats that are longer than
     seq_len lose their end; raw text is cut into chunks without loss. A preference gives two documents, or
     none if these are longer than seq_len together; an answer with a label gives none if its document is
-    longer than seq_len. Adds to `counts`.
+    longer than seq_len. Adds to `layout.counts`.
     """
-    builder = _Builder(tokenizer, counts, seq_len, train_on_prompt)
+    builder, tokenizer = _Builder(layout, seq_len), layout.tokenizer
     with ThreadPoolExecutor(max_workers=1) as pool:
         pending = None
-        for batch in _batches(_write(rows, fmt, layout, bad, counts)):
+        for batch in _batches(_write(rows, fmt, layout, bad)):
             pieces = [_pieces(written, tokenizer) for written in batch]
             texts = [piece for document in pieces for piece in document]
             is_chat = any(written.spans is not None for written in batch)
@@ -111,11 +76,10 @@ def _encode(texts: list[str], tokenizer: Tokenizer, is_chat: bool) -> list[Any]:
     return found
 
 
-def _write(
-    rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, counts: Counts
-) -> Iterator[Written]:
+def _write(rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows) -> Iterator[Written]:
+    counts = layout.counts
     for row in rows:
-        counts.num_null_fields += row.num_left_out
+        counts["num_null_fields"] += row.num_left_out
         try:
             if fmt.label or fmt.is_unpaired:
                 found = [layout.write(each)._replace(label=label) for each, label in fmt.labelled(row)]
@@ -128,9 +92,9 @@ def _write(
             bad.add(row.place, problem)
             continue
         if fmt.is_unpaired and found[0]._replace(label=False) == found[1]:
-            counts.num_equal_preferences += 1
+            counts["num_equal_preferences"] += 1
             continue
-        counts.num_placeholder_rows += not layout.is_text and _has_placeholder(
+        counts["num_placeholder_rows"] += not layout.is_text and _has_placeholder(
             found[0].text + (found[0].response or "")
         )
         yield from found
@@ -196,16 +160,14 @@ def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
 class _Builder:
     """Makes documents of encodings, batch by batch."""
 
-    def __init__(self, tokenizer: Tokenizer, counts: Counts, seq_len: int, train_on_prompt: bool) -> None:
-        self.tokenizer = tokenizer
-        self.seq_len = seq_len
-        self.train_on_prompt = train_on_prompt
-        self.counts = counts
-        names = tokenizer.special_tokens
+    def __init__(self, layout: Layout, seq_len: int) -> None:
+        self.tokenizer, self.counts, self.seq_len = layout.tokenizer, layout.counts, seq_len
+        self.train_on_prompt = layout.train_on_prompt
+        names = self.tokenizer.special_tokens
         unknown = names.get("unk_token")
         if unknown in (names.get("bos_token"), names.get("eos_token"), names.get("pad_token")):
             unknown = None  # byte-level classes use the name for <|endoftext|>; they know every character
-        self._unknown_id = None if unknown is None else tokenizer.backend.token_to_id(unknown)
+        self._unknown_id = None if unknown is None else self.tokenizer.backend.token_to_id(unknown)
         self._clear()
 
     def _clear(self) -> None:
@@ -256,7 +218,7 @@ class _Builder:
         tokens = self._around(*ids)
         key = _key(tokens)
         if len(tokens) < 2:
-            self.counts.num_dropped_documents += 1
+            self.counts["num_dropped_documents"] += 1
         # A chunk starts with the last token of the chunk before, which is no target there again: each token
         # is a target once.
         for start in range(0, len(tokens) - 1, self.seq_len - 1):
@@ -277,7 +239,7 @@ class _Builder:
         text, spans = written.text, zip(written.spans, written.follow_prompt, strict=True)
         # A model gets the tokens of the prompt alone, and goes on behind them.
         cuts = [start for (start, _), follows in spans if follows and self._is_joined(encoding, text, start)]
-        self.counts.num_joined_answers += len(cuts)
+        self.counts["num_joined_answers"] += len(cuts)
         bounds, before = list(itertools.pairwise([0, *cuts, len(text)])), self.tokenizer.continuation
         if cuts:
             own = self.tokenizer.encode_batch([before * bool(a) + text[a:b] for a, b in bounds])
@@ -310,11 +272,11 @@ class _Builder:
     def _add_preference(self, chosen: tuple[Ids, Mask], rejected: tuple[Ids, Mask]) -> None:
         both = (chosen, rejected)
         if not all(is_target[1:].any() for _, is_target in both):
-            self.counts.num_unlearned_documents += 2
+            self.counts["num_unlearned_documents"] += 2
         elif np.array_equal(chosen[0], rejected[0]):
-            self.counts.num_equal_preferences += 1
+            self.counts["num_equal_preferences"] += 1
         elif sum(len(tokens) for tokens, _ in both) > self.seq_len:
-            self.counts.num_long_preferences += 1
+            self.counts["num_long_preferences"] += 1
         else:
             first, _ = _first_answer(chosen[1])
             key = _key(chosen[0][:first])
@@ -323,41 +285,36 @@ class _Builder:
 
     def _add_labelled(self, tokens: Ids, is_target: Mask, label: bool) -> None:
         if not is_target[1:].any():
-            self.counts.num_unlearned_documents += 1
+            self.counts["num_unlearned_documents"] += 1
         elif len(tokens) > self.seq_len:
-            self.counts.num_long_answers += 1
+            self.counts["num_long_answers"] += 1
         else:
             first, end = _first_answer(is_target)
             self._append(tokens, is_target, (first, end), _key(tokens[:first]), label)
 
     def _add_answered(self, tokens: Ids, is_target: Mask) -> None:
         if not is_target.any():
-            self.counts.num_unlearned_documents += 1
+            self.counts["num_unlearned_documents"] += 1
             return
         first, end = _first_answer(is_target)
         key = _key(tokens[:first])
         if len(tokens) > self.seq_len:
-            self.counts.num_truncated_documents += 1
-            self.counts.num_truncated_tokens += len(tokens) - self.seq_len
+            self.counts["num_truncated_documents"] += 1
+            self.counts["num_truncated_tokens"] += len(tokens) - self.seq_len
             tokens, is_target = tokens[: self.seq_len], is_target[: self.seq_len]
         if self.train_on_prompt:
             is_target[:] = True
         if not is_target[1:].any():
-            self.counts.num_dropped_documents += 1
+            self.counts["num_dropped_documents"] += 1
             return
         self._append(tokens, is_target, (min(first, len(tokens)), min(end, len(tokens))), key)
 
     def _append(
-        self,
-        tokens: Ids,
-        is_target: Mask,
-        answer: tuple[int, int],
-        key: int,
-        label: bool = True,
+        self, tokens: Ids, is_target: Mask, answer: tuple[int, int], key: int, label: bool = True
     ) -> None:
         is_target[0] = False
         if self._unknown_id is not None:
-            self.counts.num_unknown_tokens += int((tokens == self._unknown_id).sum())
+            self.counts["num_unknown_tokens"] += int((tokens == self._unknown_id).sum())
         self._tokens.append(tokens)
         self._targets.append(is_target)
         self._answers.append(answer)

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +26,6 @@ import tokenizers
 from lptune.base.errors import UserError, closest
 from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, read_text
 from lptune.data import hf
-from lptune.data.alphabet import Alphabet, alphabet_of
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
 
 _FILES = (
@@ -42,9 +41,120 @@ _MAX_JSON_CHARS = 256 * MEBI
 _MAX_CPU_S = 120.0
 MAX_MEMORY = 4096 * MEBI
 """What AutoTokenizer may add to the memory of its process."""
-_MAX_GROWTH = 64
 TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 """Suffixes of a file that data.chat_template may name."""
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter by which byte-level BPE writes each of the 256 bytes."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+_BYTE_LETTERS = _byte_letters()
+
+
+class Alphabet:
+    """The characters that a tokenizer knows, to find those that it drops silently and to count them. Texts of
+    special tokens are known as a whole.
+
+    Tokenizers of the Llama class have no unknown token in transformers: a character that is neither in the
+    vocabulary nor covered by byte tokens vanishes before the merges. Small vocabularies lack many characters.
+    The tokens stay right, but all later character offsets are shifted, and with them a mask that is built on
+    offsets. So such characters are removed from the text first, and the spans of the mask are moved along.
+
+    spelling: `bytes` (byte-level BPE), `fallback` (characters, else their byte tokens) or `characters`.
+    prepends: whether a "▁" is put before a text that does not start with one: `first`, `never`, or `always`,
+    that is after special tokens too.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Mapping[str, int],
+        special_texts: Iterable[str],
+        *,
+        spelling: str,
+        prepends: str = "never",
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._spelling = spelling
+        self._prepends = prepends
+        self._known: dict[str, bool] = {} if spelling == "bytes" else {" ": "▁" in vocabulary}
+        texts = sorted(filter(None, special_texts), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+
+    def knows(self, character: str) -> bool:
+        """Whether `character` becomes part of a token."""
+        if character not in self._known:
+            data = character.encode("utf-8", "surrogatepass")
+            if self._spelling == "bytes":
+                known = all(_BYTE_LETTERS[byte] in self._vocabulary for byte in data)
+            else:
+                spelled = self._spelling == "fallback" and all(
+                    f"<0x{byte:02X}>" in self._vocabulary for byte in data
+                )
+                known = spelled or character in self._vocabulary
+            self._known[character] = known
+        return self._known[character]
+
+    def unknown(self, text: str) -> list[int]:
+        """Positions of the characters of `text` that no token holds."""
+        missing = {character for character in set(text) if not self.knows(character)}
+        if not missing:
+            return []
+        inside = {i for match in self._special.finditer(text) for i in range(*match.span())}
+        return [i for i, character in enumerate(text) if character in missing and i not in inside]
+
+    @property
+    def shifts_offsets(self) -> bool:
+        """Whether a dropped character shifts all later offsets. (In byte-level BPE it shifts only those of
+        its own word.)
+        """
+        return self._spelling != "bytes"
+
+    def without(
+        self, text: str, places: Sequence[int], spans: Sequence[tuple[int, int]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """`text` without the unknown characters at `places`, and `spans` moved. The tokens do not change."""
+        starts = {0} if self._prepends != "never" else set()
+        if self._prepends == "always":
+            starts |= {match.end() for match in self._special.finditer(text)}
+        # "=x" gets its "▁" before "=" is dropped, so a space must take the place of "=".
+        spaces = {i for i in places if i in starts}
+        removed = set(places) - spaces
+        kept, before = [], [0]
+        for i, character in enumerate(text):
+            before.append(before[-1] + (i in removed))
+            if i not in removed:
+                kept.append(" " if i in spaces else character)
+        return "".join(kept), [(start - before[start], stop - before[stop]) for start, stop in spans]
+
+
+def alphabet_of(spec: Mapping[str, Any], special_texts: Iterable[str]) -> Alphabet | None:
+    """The alphabet of tokenizer.json `spec`; None if no character can vanish, or if the rule for it is
+    unknown.
+    """
+    model, splitter = spec["model"], spec.get("pre_tokenizer") or {}
+    if model.get("type", "BPE") != "BPE" or model.get("unk_token") is not None:
+        return None
+    vocabulary = model["vocab"]
+    if any(part.get("type") == "ByteLevel" for part in [splitter, *splitter.get("pretokenizers", [])]):
+        complete = all(letter in vocabulary for letter in _BYTE_LETTERS)
+        return None if complete else Alphabet(vocabulary, special_texts, spelling="bytes")
+    if splitter.get("type") != "Metaspace":
+        return None
+    fallback = bool(model.get("byte_fallback"))
+    if fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return None
+    prepends = splitter.get("prepend_scheme", "always")
+    return Alphabet(
+        vocabulary, special_texts, spelling="fallback" if fallback else "characters", prepends=prepends
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +290,6 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     files = _read_files(folder)
     facts, content = _loaded(folder, files)
     spec = json.loads(content)
-    _check_growth(spec, folder)
     special: dict[str, str] = facts["special_tokens"]
     with _errors_of(folder):
         backend = tokenizers.Tokenizer.from_str(content)
@@ -295,28 +404,6 @@ def _errors_of(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _check_growth(spec: dict[str, Any], folder: Path) -> None:
-    """Raises UserError if replacements, one after the other, can make more than 64 characters of one."""
-    for key in ("normalizer", "decoder"):
-        growth = 1.0
-        for part in _parts(spec.get(key)):
-            if part["type"] == "Replace":
-                length = len(part["pattern"].get("String", "x"))  # a regex matches at least one
-                growth *= max(1.0, len(part["content"]) / max(length, 1))
-        if growth > _MAX_GROWTH:
-            raise UserError(
-                f"{folder / 'tokenizer.json'}: {key}: its replacements make {growth:,.0f} characters of one; "
-                "that is not a tokenizer, copy it again from the checkpoint"
-            )
-
-
-def _parts(value: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if value is not None:
-        yield value
-        for part in (*value.get("normalizers", ()), *value.get("decoders", ())):
-            yield from _parts(part)
-
-
 def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:
     for values in (_read_json(folder / "generation_config.json"), model_config):
         eos = values.get("eos_token_id")
@@ -417,3 +504,23 @@ def _read_text(path: Path, encoding: str) -> str:
         return read_text(path, MAX_SOURCE_CHARS, encoding)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+
+
+def check_same_tokens(tokenizer: Tokenizer, vocab_size: int, folder: Path, its_vocab_size: int) -> None:
+    """Raises UserError unless the teacher in `folder` gives every token the same id as `tokenizer` does, and
+    has as many words in its vocabulary. vocab_size, its_vocab_size: of config.json, which may pad them.
+    """
+    mine = tokenizer.backend.get_vocab(with_added_tokens=True)
+    theirs = load_tokenizer(folder, "none").backend.get_vocab(with_added_tokens=True)
+    for text in sorted(mine.keys() | theirs.keys()):
+        if mine.get(text) != theirs.get(text):
+            raise UserError(
+                f"teacher.path: {folder} has another tokenizer than {tokenizer.folder}: token {text!r} has "
+                f"the id {theirs.get(text, 'none')} there and {mine.get(text, 'none')} here; choose a "
+                "teacher with the tokenizer of the student"
+            )
+    if vocab_size != its_vocab_size:
+        raise UserError(
+            f"teacher.path: {folder} has vocab_size {its_vocab_size} in config.json, the model in model.path "
+            f"has {vocab_size}, so their logits do not fit together; choose a teacher with as many words"
+        )

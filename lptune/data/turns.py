@@ -1,10 +1,11 @@
-"""Finds the characters of a rendered conversation that the assistant writes.
+"""Conversations as their chat template writes them: the characters that the assistant writes, the tokens that
+end an answer, and the parts that are left out.
 
-If the template has `{% generation %}` marks, they tell. Otherwise the conversation is rendered step by step:
-the text of `messages[:i]` with the generation prompt is the input of the model before turn i; the text of
-`messages[:i+1]` is the text after turn i; the difference is turn i. A turn ends with the token that closes it
-(`<|im_end|>`, `</s>`), which is a target, because the model must learn to stop. White space after that token
-belongs to the template.
+If the template has `{% generation %}` marks, they tell what the assistant writes. Otherwise the conversation
+is rendered step by step: the text of `messages[:i]` with the generation prompt is the input of the model
+before turn i; the text of `messages[:i+1]` is the text after turn i; the difference is turn i. A turn ends
+with the token that closes it (`<|im_end|>`, `</s>`), which is a target, because the model must learn to stop.
+White space after that token belongs to the template.
 
 Some templates need more than this difference. There are three cases, and each has an exact solution:
 - The template ignores `add_generation_prompt`, or its prompt opens reasoning (`<think>`) that earlier turns
@@ -16,14 +17,29 @@ Some templates need more than this difference. There are three cases, and each h
   whole. The text that follows both other contents follows the turn; if that fails, the turn ends at the first
   closing text after its start, which a probe conversation shows.
 In any other case an error of one line asks for marks; the code never guesses.
+
+A base model that learns chats closes its answers with the template's `<|im_end|>`, which no file of the base
+may name as an end. An export therefore adds the tokens that were learned to generation_config.json.
+
+Many templates silently drop parts that they do not support: a system message, the result of a tool,
+reasoning. A part counts as written if the rendered text contains it, or if the text changes when the part
+changes.
+
+Legend: T tokens, N documents.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from lptune.base.model_folder import read_stop_ids
+from lptune.data.documents import PIECE_TOKENS
 from lptune.data.errors import RowError
-from lptune.data.messages import REASONING_KEYS
+from lptune.data.messages import REASONING_KEYS, inline_calls
+from lptune.data.rows import Rows
 from lptune.data.templates import ChatTemplate, Part, Rendered
+from lptune.data.tokenizer import Tokenizer
 
 # Two contents with different first and last characters, which no template treats specially.
 _PROBES = ("qzx assistant probe zxq", "vjk assistant probe kjv")
@@ -172,9 +188,8 @@ class TurnFinder:
         content = messages[i].get("content")
         if not closing.text.strip() or (isinstance(content, str) and closing.text in content):
             raise RowError(
-                f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the "
-                "chat template rewrites earlier "
-                f"turns, so that its end cannot be found; {_ASK_FOR_MARKS}"
+                f"assistant message {i + 1} holds the text {closing.text!r} that closes a turn, and the chat "
+                f"template rewrites earlier turns, so that its end cannot be found; {_ASK_FOR_MARKS}"
             )
         return whole.text.index(closing.text, start) + len(closing.text), not last
 
@@ -312,3 +327,147 @@ def _common_prefix(a: str, b: str) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
+
+
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer: those of generation_config.json or, if it has none, of config.json; the
+    tokenizer's end token; the token that closes the assistant's turn in the chat template; and, for the
+    checkpoint of a run, those that its rows taught.
+    """
+    found = {*read_stop_ids(tokenizer.folder), *tokenizer.learned_stops, *_closing_ids(tokenizer)}
+    return sorted(found)
+
+
+def learned_stops(rows: Rows, tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens that end the answers of `rows` and are learned there: text -> id. Empty if the model
+    does not learn to stop.
+
+    An answer ends where its targets do. A row may have answers that end differently: a tool call of Llama 3
+    ends with <|eom_id|>. Where prompts are learned, too, the targets do not show where an answer ends, so the
+    tokenizer's end token and that of the chat template count wherever they are targets. The end of a document
+    of `seq_len` tokens does not count for others, because the document may have been cut there.
+    """
+    texts = tokenizer.template.special_texts if tokenizer.template else tokenizer.special_texts
+    texts -= {tokenizer.special_tokens.get("unk_token", "")}
+    ids = (tokenizer.backend.token_to_id(text) for text in texts)
+    special = {each for each in ids if each is not None}
+    closing = _closing_ids(tokenizer)
+    documents, found = rows.documents, set[int]()
+    cut_N = documents.offsets_N1[1:][documents.lengths >= rows.seq_len] - 1
+    start = 0
+    pieces = (documents.end_to_end(array) for array in (documents.tokens_T, documents.is_target_T))
+    for all_tokens_T, all_targets_T in zip(*pieces, strict=True):
+        for first in range(0, len(all_tokens_T), PIECE_TOKENS):
+            stop = first + PIECE_TOKENS
+            tokens_T, is_target_T = all_tokens_T[first:stop], all_targets_T[first:stop]
+            is_end_T = is_target_T.copy()
+            next_T = all_targets_T[first + 1 : stop + 1]  # the first token of a document is no target
+            is_end_T[: len(next_T)] &= ~next_T
+            here_N = cut_N[np.searchsorted(cut_N, start) : np.searchsorted(cut_N, start + len(tokens_T))]
+            is_end_T[here_N - start] = False
+            found |= special & set(np.unique(tokens_T[is_end_T]).tolist())
+            found |= {each for each in closing - found if (is_target_T & (tokens_T == each)).any()}
+            start += len(tokens_T)
+    return {str(tokenizer.backend.id_to_token(each)): each for each in sorted(found)}
+
+
+def _closing_ids(tokenizer: Tokenizer) -> set[int]:
+    """The tokenizer's end token, and the token that closes the assistant's turn in the chat template."""
+    found = {tokenizer.eos_id}
+    if tokenizer.template is not None:
+        closing = TurnFinder(tokenizer.template).closing_token()
+        found.add(None if closing is None else tokenizer.backend.token_to_id(closing))
+    return {each for each in found if each is not None}
+
+
+Message = Mapping[str, Any]
+
+_PROBE = "qzx another text zxq"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qzx_tool",
+        "description": _PROBE,
+        "parameters": {"type": "object", "properties": {}},
+        "arguments": {"qzx": 1},
+    },
+}
+"""Used both as a tool call and as the definition of a tool."""
+_SURE_CHARACTERS = 16
+"""Length from which a text is not contained in a conversation by accident."""
+_KINDS = {"system": "system messages", "user": "user messages", "tool": "tool results"}
+SYSTEM = _KINDS["system"]
+TOOLS = "tool definitions"
+
+
+class UnwrittenFinder:
+    """Finds what one template leaves out of its conversations."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._written: dict[tuple[Any, ...], bool] = {}
+
+    def find(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[str, int]]:
+        """The parts of `messages` that are missing in `text`, the rendering: (kind such as `system messages`,
+        number of the message). Tool definitions have the number -1.
+        """
+        found = [
+            (kind, i)
+            for i in range(len(messages))
+            for kind, key, probe in _parts(messages[i])
+            if not self._is_written(messages, tools, text, i, key, probe)
+        ]
+        if tools and self._render(messages, [*tools, _PROBE_TOOL]) == text:
+            found.append((TOOLS, -1))
+        return found
+
+    def with_calls(self, messages: Sequence[dict[str, Any]], tools: Any) -> Sequence[dict[str, Any]]:
+        """`messages`, in which each tool call that the template does not write stands in the content, as JSON
+        text. Many templates write calls under a condition: with tools, without a content.
+        """
+        calling = [i for i, message in enumerate(messages) if message.get("tool_calls")]
+        if calling and "tool_calls" not in self._template.source(tools):
+            return inline_calls(messages)
+        text = self._render(messages, tools) if calling else None
+        out = [*messages]
+        for i in calling if text is not None else ():
+            changed = [*messages[:i], {**messages[i], "tool_calls": [_PROBE_TOOL]}, *messages[i + 1 :]]
+            if self._render(changed, tools) == text:
+                out[i : i + 1] = inline_calls(messages[i : i + 1])
+        return out
+
+    def _is_written(
+        self, messages: Sequence[Message], tools: Any, text: str, i: int, key: str, probe: Any
+    ) -> bool:
+        value = messages[i][key]
+        is_long = isinstance(value, str) and len(value) >= _SURE_CHARACTERS
+        if is_long and value.strip() in text:
+            return True
+        # How a template treats a short text, or a call, depends on the position of the message.
+        around = [messages[j].get("role") if 0 <= j < len(messages) else None for j in (i - 1, i, i + 1)]
+        place = (key, bool(tools), i == 0, *around, *sorted(messages[i]))
+        if is_long or place not in self._written:
+            changed = [*messages]
+            changed[i] = {**messages[i], key: probe}
+            self._written[place] = self._render(changed, tools) != text
+        return self._written[place]
+
+    def _render(self, messages: Sequence[Message], tools: Any) -> str | None:
+        try:
+            return self._template.render(messages, tools).text
+        except RowError:
+            return None
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str, Any]]:
+    """The parts of a message that should be written: (name of the part, key, another value for a test)."""
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, str) and content.strip():
+        yield _KINDS.get(str(role), "texts of assistant messages"), "content", _PROBE
+    if role != "assistant":
+        return
+    key = next((key for key in REASONING_KEYS if message.get(key) is not None), None)
+    if key is not None and isinstance(message[key], str) and message[key].strip():
+        yield "reasoning texts", key, _PROBE
+    if message.get("tool_calls"):
+        yield "tool calls", "tool_calls", [_PROBE_TOOL]

@@ -9,10 +9,12 @@ Of lptune it imports base and its own package alone, so that every part may ask.
 
 import functools
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 from lptune.base.errors import UserError, closest
-from lptune.hardware.constant import constant_result
 
+Function = TypeVar("Function", bound=Callable[..., object])
 TRIALS = {
     "cublaslt_rowwise": "float8_rowwise: backward GEMMs by cuBLASLt (Hopper, CUDA 12.9), not lptune's kernel",
     "cublaslt_blocks": "float8_blockwise: GEMMs by cuBLASLt (Hopper, CUDA 12.9), not lptune's kernel",
@@ -22,6 +24,15 @@ TRIALS = {
     "grouped_varlen": "torch 2.11: key heads are handed to flash attention as they are, not repeated",
 }
 """Name -> the change that it makes."""
+
+
+def constant_result(function: Function) -> Function:
+    """Compiled code calls the function once, while it is traced, and keeps the result, which must not change
+    within a process. Marks it in place, as `torch.compiler.assume_constant_result` does: that imports the
+    compiler and Triton, and would double the time to start a run without compilation.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @constant_result

@@ -8,10 +8,9 @@
 The model is whole on one device. Each rank of several has all of it.
 """
 
-from lptune.inference.answer import Answer
 from lptune.inference.answer_file import AnswerFile
 from lptune.inference.chat import Chat
-from lptune.inference.decode import decode
+from lptune.inference.decode import Answer, decode
 from lptune.inference.exact_match import ExactMatch, Question, extracted, read_questions
 from lptune.inference.model import LoadedModel, OpenedModel, load_model, open_model
 from lptune.inference.result import check_evaluation, loss_result, result_table, write_result

@@ -17,7 +17,7 @@ from lptune.base.text import printable
 from lptune.data import Prompt, PromptWriter
 from lptune.data.errors import RowError
 from lptune.data.sources import Row
-from lptune.inference.answer import Answer
+from lptune.inference.decode import Answer
 from lptune.launch import preemption
 
 _RESET = "/reset"

@@ -16,7 +16,6 @@ drawn at random, and each is right or wrong.
 import json
 import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,9 @@ from lptune.base.errors import UserError, closest
 from lptune.base.files import write_errors, write_text
 from lptune.config import AnswersConfig, PromptsConfig
 from lptune.data import Prompt, Tokenizer, read_prompts
-from lptune.data.errors import RowError
-from lptune.data.formats import MESSAGES_NAMES, RESPONSE_NAMES, listed, required_text
+from lptune.data.detect import present
+from lptune.data.errors import RowError, listed
+from lptune.data.formats import MESSAGES_NAMES, RESPONSE_NAMES, required_text
 from lptune.data.messages import is_messages, read_messages
 from lptune.data.sources import Row
 from lptune.inference.rounds import Finished
@@ -127,21 +127,17 @@ def _reference(row: Row, prompts: PromptsConfig, answers: AnswersConfig) -> str:
                 f"columns: {listed(list(values))}"
             )
         return required_text(values, column)
-    names = [prompts.messages_column] if prompts.messages_column else _named(values, MESSAGES_NAMES)
+    names = [prompts.messages_column] if prompts.messages_column else present([*values], MESSAGES_NAMES)
     chats = [name for name in names if is_messages(values.get(name))]
     if chats and not prompts.prompt_column:
         last = read_messages(values[chats[0]], chats[0])[-1]
         if last["role"] != "assistant" or not isinstance(last.get("content"), str):
             raise RowError(f"the last message of column {chats[0]!r} is no text of the assistant")
         return str(last["content"])
-    found = _named(values, RESPONSE_NAMES)
+    found = present([*values], RESPONSE_NAMES)
     if len(found) != 1:
         what = f"columns {listed(found)} could each be" if found else "no column is"
         raise RowError(
             f"{what} the reference answer among {listed(list(values))}; set answers.reference_column"
         )
     return required_text(values, found[0])
-
-
-def _named(columns: Any, names: Sequence[str]) -> list[str]:
-    return [column for column in columns if column.lower() in names]

@@ -76,9 +76,8 @@ def result_table(parts: dict[str, Any]) -> str:
     if found := parts.get("questions"):
         lines.append(
             f"exact match ({found['extract']}): {found['exact_match']:.2%} +- {found['standard_error']:.2%}, "
-            f"{found['num_correct']:,} of {found['num_questions']:,}; "
-            f"{found['num_at_max_new_tokens']:,} answers end at max_new_tokens, "
-            f"{found['num_without_extract']:,} have nothing to compare"
+            f"{found['num_correct']:,} of {found['num_questions']:,}; {found['num_at_max_new_tokens']:,} "
+            f"answers end at max_new_tokens, {found['num_without_extract']:,} have nothing to compare"
         )
     for name, metrics in parts.get("harness", {}).get("results", {}).items():
         for key, value in metrics.items():

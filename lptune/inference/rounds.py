@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from lptune.checkpoint import check_same
 from lptune.distributed import World
-from lptune.inference.answer import Answer
+from lptune.inference.decode import Answer
 
 T = TypeVar("T")
 

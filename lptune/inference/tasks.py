@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's evaluation harness: reads them before weights are read, then runs them.
 
-The package lm_eval is an extra. It is imported by harness.py and harness_tasks.py, and only when a config
+The package lm_eval is an extra. Only harness.py imports it, and only when a config
 names tasks.
 """
 
@@ -13,7 +13,7 @@ from lptune.data import Tokenizer
 from lptune.distributed import World, machine_first
 
 if TYPE_CHECKING:
-    from lptune.inference.harness_tasks import Tasks
+    from lptune.inference.harness import Tasks
 
 
 def read_tasks(cfg: HarnessConfig, tokenizer: Tokenizer, world: World) -> "Tasks | None":
@@ -32,7 +32,7 @@ def read_tasks(cfg: HarnessConfig, tokenizer: Tokenizer, world: World) -> "Tasks
             "harness.chat=false"
         )
     try:
-        from lptune.inference.harness_tasks import Tasks
+        from lptune.inference.harness import Tasks
     except (ImportError, OSError) as error:
         what = f"harness.tasks: lm_eval cannot be imported: {error}"
         raise UserError(f"{what}; {how_to_install('eval')}") from None

@@ -32,9 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.base.errors import UserError
-from lptune.hardware.constant import constant_result
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
-from lptune.hardware.trials import tries
+from lptune.hardware.trials import constant_result, tries
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.document_attention import attend_documents
 from lptune.models.documents import DocumentBounds, Visibility, visibility_blocks, visibility_mask

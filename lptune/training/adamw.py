@@ -4,7 +4,7 @@
     ema     = decay_n * ema + (1 - decay_n) * weight      after each update; it starts as the initial weight
 
 Where the learning rate is still high, the average usually has a lower loss than the weights of any one step,
-as the mean of the last checkpoints has (checkpoint/average.py). The moving average takes 4 bytes per
+as the mean of the last checkpoints has (checkpoint/export.py). The moving average takes 4 bytes per
 parameter, and needs no checkpoints.
 With the decay alone the initial weights would count for much in a run of about 1 / (1 - decay) steps; the
 smaller decay of the first updates is that of TensorFlow's ExponentialMovingAverage. Each average has a count

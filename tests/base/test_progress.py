@@ -109,13 +109,7 @@ def test_of_work_in_the_background_only_the_end_is_told(clock: list[float]) -> N
 
 @pytest.mark.parametrize(
     ("duration_s", "text"),
-    [
-        (0.04, "0.0 s"),
-        (57.24, "57.2 s"),
-        (59.96, "1 min 0 s"),
-        (200.0, "3 min 20 s"),
-        (3899.6, "1 h 5 min"),
-    ],
+    [(0.04, "0.0 s"), (57.24, "57.2 s"), (59.96, "1 min 0 s"), (200.0, "3 min 20 s"), (3899.6, "1 h 5 min")],
 )
 def test_durations_are_text(duration_s: float, text: str) -> None:
     assert duration_text(duration_s) == text

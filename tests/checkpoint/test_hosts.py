@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
 from lptune.checkpoint.hosts import check_shared
+from lptune.checkpoint.state import RunState
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, load_config
@@ -94,6 +96,33 @@ def test_ranks_that_have_read_different_files_end_with_the_same_line(ranks: Rank
     assert first.startswith("model.path: is not the same on all ranks")
 
 
+def _fingerprint(rank: int, num_ranks: int, other: dict[str, Any]) -> str:
+    state = RunState({"fingerprint": {"seed": 1, "data": "d" * 16} | (other if rank else {})})
+    with distributed.session("cpu") as world:
+        try:
+            checkpoint.check_fingerprint(None, state, world)
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({}, ""),
+        ({"seed": 2}, "seed: is not the same on all ranks; give all"),
+        ({"data": "e" * 16}, "data: is not the same on all ranks (a digest of the training rows, "),
+    ],
+)
+def test_ranks_with_other_rows_or_another_seed_are_refused_on_all_of_them(
+    ranks: Ranks, other: dict[str, Any], line: str
+) -> None:
+    first, second = ranks.run(_fingerprint, 2, other)
+    assert first == second
+    assert first.startswith(line)
+    assert bool(first) == bool(line)
+
+
 def _train(rank: int, num_ranks: int, folders: list[str], config: str) -> str:
     cfg = load_config(FinetuneConfig, Path(config), [])
     here = os.getcwd()
@@ -122,4 +151,3 @@ def test_held_out_rows_that_differ_under_one_path_are_found_at_the_start(
     assert first == second
     assert first.startswith("data.eval_source: is not the same on all ranks: ")
     assert not (tmp_path / "run").exists()
-    assert ranks.run(_train, 2, [str(one), str(one)], str(config)) == ["", ""]

@@ -65,14 +65,6 @@ def test_a_file_that_is_gone_or_no_safetensors_is_one_line(tmp_path: Path) -> No
         _read(path)
 
 
-def test_a_file_is_opened_once_and_copied_from_without_a_copy_between(tmp_path: Path) -> None:
-    path = _saved(tmp_path)
-    files = StoredFiles(read_manifest(path))
-    shard = files.manifest.shards[NAME][0]
-    first, second = (files._view(NAME, shard, (5, 8), torch.float32) for _ in range(2))
-    assert first.data_ptr() == second.data_ptr()
-
-
 def test_the_first_error_in_threads_is_raised_and_what_waits_is_not_begun() -> None:
     begun = []
 

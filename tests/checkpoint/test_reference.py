@@ -33,13 +33,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     [
         {"train": torch.zeros(3, dtype=torch.bfloat16)},
         {"train": torch.zeros(3).to(torch.float8_e4m3fn)},
-        {"train": torch.zeros(3, dtype=torch.float64)},
         {"train": torch.zeros(2)},
-        {"train": torch.zeros(4)},
         {"train": torch.zeros(3, 2)},
-        {"train": torch.zeros(())},
         {"train": torch.tensor([0.0, float("nan"), 0.0])},
-        {"train": torch.tensor([0.0, float("-inf"), 0.0])},
         {"other": torch.zeros(3)},
     ],
 )

@@ -1,19 +1,16 @@
 """What counts as a tiling, against counting every cell."""
 
 import itertools
-import random
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lptune.checkpoint.tiling import check_rows, check_tiling
+from lptune.checkpoint.manifest import check_rows, check_tiling
 
 Box = tuple[tuple[int, int], ...]
 _DIM = st.tuples(st.integers(0, 2), st.integers(1, 3))
 PARTS = st.integers(1, 3).flatmap(lambda n: st.lists(st.tuples(*n * [_DIM]), min_size=1, max_size=6))
-CUTS = st.lists(st.integers(0, 9), max_size=2)
 
 
 def accepted(parts: list[Box]) -> bool:
@@ -34,23 +31,6 @@ def covered_once(parts: list[Box]) -> bool:
 @given(PARTS)
 def test_parts_tile_if_and_only_if_each_cell_is_in_one(parts: list[Box]) -> None:
     assert accepted(parts) == covered_once(parts)
-
-
-@given(st.lists(CUTS, min_size=1, max_size=3), st.randoms())
-def test_any_grid_tiles_and_one_part_less_or_twice_does_not(
-    cuts: list[list[int]], choose: random.Random
-) -> None:
-    edges = [sorted({0, 10, *each}) for each in cuts]
-    parts = [
-        tuple((first, end - first) for first, end in box)
-        for box in itertools.product(*(list(pairwise(each)) for each in edges))
-    ]
-    choose.shuffle(parts)
-    assert accepted(parts)
-    assert not accepted(parts + parts[:1])
-    if len(parts) > 2:
-        middle = [part for part in parts if any(first + number < 10 for first, number in part)]
-        assert not accepted([part for part in parts if part is not middle[0]])
 
 
 def test_parts_of_different_numbers_of_dimensions_tile_nothing() -> None:

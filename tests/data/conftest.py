@@ -16,22 +16,10 @@ from lptune.data import Tokenizer, load_tokenizer
 from tests.helpers.chat_templates import config
 
 SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|begin_of_text|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<bos>",
-    "<eos>",
-]
+    "<|endoftext|>", "<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
+    "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>",
+    "<bos>", "<eos>",
+]  # fmt: skip
 
 CORPUS = [
     "What is the capital of France? The capital of France is Paris. user assistant system tool model",
@@ -93,11 +81,12 @@ def chat(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., str]:
-    """`jsonl(row, …)` writes a file of rows and returns its path."""
+    """`jsonl(row, …)` writes a file of rows and returns its path. A text is a line as it stands."""
 
     def write(*rows: Any, name: str = "rows.jsonl") -> str:
         path = tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
         return str(path)
 
     return write

@@ -5,11 +5,12 @@ import errno
 import fcntl
 import json
 import os
-import re
 import resource
 import shutil
 import stat
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -20,25 +21,19 @@ import pytest
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
-from lptune.data import Prepared, Tokenizer, cache_key, load_tokenizer, prepare
-from lptune.data import cache as cache_module
-from lptune.data.cache import cache_folder, cached, in_memory
+from lptune.data import Prepared, Tokenizer, cache, load_tokenizer, prepare
+from lptune.data.cache import cache_folder, cached
 from lptune.data.documents import Documents
 from lptune.data.sources import Row
-from tests.helpers import fork_server
-from tests.helpers.chat_templates import CHATML, config
+from tests.helpers.chat_templates import CHATML
+from tests.helpers.documents import Make
 
 ROWS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(60)]
 
 
 @pytest.fixture(autouse=True)
 def every_source_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_key, "MIN_BYTES", 0)
-
-
-@pytest.fixture
-def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(**config("chatml")))
+    monkeypatch.setattr(cache, "MIN_BYTES", 0)
 
 
 @pytest.fixture
@@ -49,8 +44,8 @@ def rows(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path, rows: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
-    def run(tokenizer: Tokenizer = tokenizer, seed: int = 0, **keys: Any) -> Prepared:
+def run(tmp_path: Path, rows: Path, chat: Tokenizer) -> Callable[..., Prepared]:
+    def run(tokenizer: Tokenizer = chat, seed: int = 0, **keys: Any) -> Prepared:
         values = {"source": str(rows), "seq_len": 128, "cache": str(tmp_path / "cache"), **keys}
         cfg = DataConfig(**values)
         made = tokenizer.with_chat_template(cfg.chat_template) if cfg.chat_template else tokenizer
@@ -127,7 +122,7 @@ def test_two_ways_to_write_one_number_are_two_entries(run: Callable, rows: Path)
 
 
 def test_whatever_decides_the_documents_is_in_the_key(
-    run: Callable, rows: Path, tmp_path: Path, tokenizer: Tokenizer, tokenizer_folder: Callable,
+    run: Callable, rows: Path, tmp_path: Path, tokenizer_folder: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     other = load_tokenizer(tokenizer_folder("other", eos_token="</s>"))
@@ -146,13 +141,13 @@ def test_whatever_decides_the_documents_is_in_the_key(
     os.utime(rows)  # the content counts, not the date
     run()
     assert len(entries(tmp_path / "cache")) == len(changes) + 1
-    monkeypatch.setattr(cache_key, "_code", lambda: "another version")
+    monkeypatch.setattr(cache, "_code", lambda: "another version")
     run()
     assert len(entries(tmp_path / "cache")) == len(changes) + 2
 
 
 def test_the_date_is_in_the_key_of_a_template_that_writes_it(
-    run: Callable, tmp_path: Path, tokenizer_folder: Callable
+    run: Callable, tmp_path: Path, tokenizer_folder: Make
 ) -> None:
     dated = CHATML + "{{ '' if true else strftime_now('%d') }}"
     for number, template in ((1, CHATML), (3, dated)):
@@ -163,25 +158,21 @@ def test_the_date_is_in_the_key_of_a_template_that_writes_it(
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "bit": lambda entry: (entry / "tokens_T.bin").write_bytes(
-        bytes([(entry / "tokens_T.bin").read_bytes()[0] ^ 1]) + (entry / "tokens_T.bin").read_bytes()[1:]
-    ),
+    "bit": lambda entry: _flip(entry / "tokens_T.bin"),
     "cut": lambda entry: os.truncate(entry / "is_target_T.bin", 9),
-    "empty": lambda entry: os.truncate(entry / "offsets_N1.bin", 0),
     "file gone": lambda entry: (entry / "answers_N2.bin").unlink(),
-    "manifest gone": lambda entry: (entry / "manifest.json").unlink(),
-    "manifest torn": lambda entry: os.truncate(entry / "manifest.json", 30),
-    "manifest edited": lambda entry: (entry / "manifest.json").write_text(
-        (entry / "manifest.json").read_text().replace("as pairs", "as chats")
-    ),
+    "manifest edited": lambda entry: _flip(entry / "manifest.json"),
     "manifest of another": lambda entry: (entry / "manifest.json").write_text("[]"),
-    "deep manifest": lambda entry: (entry / "manifest.json").write_text("[" * 100_000),
     "file is a link": lambda entry: _link(entry / "tokens_T.bin"),
     "file is a pipe": lambda entry: _pipe(entry / "tokens_T.bin"),
-    "manifest is a pipe": lambda entry: _pipe(entry / "manifest.json"),
     "entry is a link": lambda entry: _link(entry),
     "entry is a file": lambda entry: (shutil.rmtree(entry), entry.write_text("x")),
 }
+
+
+def _flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
 
 
 def _link(path: Path) -> None:
@@ -211,61 +202,16 @@ def test_a_damaged_entry_is_made_anew_with_a_note(run: Callable, tmp_path: Path,
         assert (tmp_path / "cache" / f"moved-{entry.name}" / "tokens_T.bin").is_file()  # not what it led to
 
 
-def test_what_a_kill_leaves_is_neither_read_nor_kept(run: Callable, tmp_path: Path) -> None:
-    process = fork_server.process(_killed, tmp_path / "cache", "0" * 32)
-    process.join()
-    assert process.exitcode == 9
-    (partial,) = entries(tmp_path / "cache")
-    assert partial.name.startswith(".tmp-")
-    assert (partial / "tokens_T.bin").exists()
-    run()
-    (entry,) = entries(tmp_path / "cache")
-    assert not entry.name.startswith(".tmp-")
-
-
-def test_what_a_kill_leaves_of_an_entry_is_removed_when_that_entry_is_made(tmp_path: Path) -> None:
-    key = "k" * 32
-    process = fork_server.process(_killed, tmp_path, key)
-    process.join()
-    assert len(entries(tmp_path)) == 1
-    cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
-    assert entries(tmp_path) == [tmp_path / key]
-
-
-def test_what_a_kill_leaves_is_removed_by_a_run_that_finds_its_own_entry(tmp_path: Path) -> None:
-    ours, theirs = "o" * 32, "k" * 32
-    cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
-    process = fork_server.process(_killed, tmp_path, theirs)
-    process.join()
-    assert process.exitcode == 9
-    (tmp_path / f"{'l' * 32}.lock").touch()
-    (tmp_path / f".tmp-{'l' * 32}-0").mkdir()
-    with (tmp_path / f"{'l' * 32}.lock").open("r+") as alive:
-        fcntl.flock(alive, fcntl.LOCK_EX)  # of a process that is at it
-        assert len(entries(tmp_path)) == 3
-        cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
-        assert entries(tmp_path) == [tmp_path / f".tmp-{'l' * 32}-0", tmp_path / ours]
-
-
-def test_without_locks_a_partial_entry_may_be_anothers_and_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    partial, key = tmp_path / f".tmp-{'k' * 32}-0", "k" * 32
-    partial.mkdir()
-    monkeypatch.setattr(fcntl, "flock", flock)
-    cached(str(tmp_path), key, lambda add: {"n": add(_documents(1))})
-    assert entries(tmp_path) == [partial, tmp_path / key]
-
-
-def _killed(folder: Path, key: str) -> None:
-    def make(add: Callable[[Documents], None]) -> dict[str, Any]:
-        add(_documents(1))
-        os._exit(9)
-
-    cached(str(folder), key, make)
+def test_what_a_kill_leaves_is_removed_but_not_what_another_process_is_at(tmp_path: Path) -> None:
+    ours, killed, alive = ("o" * 32, "k" * 32, "l" * 32)
+    for key in (ours, killed, alive):
+        (tmp_path / f"{key}.lock").touch()
+        (tmp_path / f".tmp-{key}-0").mkdir()
+    with (tmp_path / f"{alive}.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(2):  # the entry is made, then found
+            cached(str(tmp_path), ours, lambda add: {"n": add(_documents(1))})
+            assert entries(tmp_path) == [tmp_path / f".tmp-{alive}-0", tmp_path / ours]
 
 
 def _documents(value: int) -> Documents:
@@ -276,41 +222,25 @@ def _documents(value: int) -> Documents:
     )  # fmt: skip
 
 
-def test_of_processes_that_ask_at_once_one_makes_the_entry(tmp_path: Path) -> None:
-    context = fork_server.CONTEXT
-    barrier, made, same = context.Barrier(4), context.Value("i", 0), context.Value("i", 0)
-    processes = [fork_server.process(_ask, tmp_path / "cache", barrier, made, same) for _ in range(4)]
-    for process in processes:
-        process.join(60)
-    assert (made.value, same.value) == (1, 4)
+def test_of_those_who_ask_at_once_one_makes_the_entry(tmp_path: Path) -> None:
+    """Threads, each with a lock of its own, as processes have."""
+    barrier, made = threading.Barrier(4), list[int]()
 
-
-def _ask(folder: Path, barrier: Any, made: Any, same: Any) -> None:
     def make(add: Callable[[Documents], None]) -> dict[str, Any]:
-        with made.get_lock():
-            made.value += 1
+        made.append(1)
         for value in range(50):
             add(_documents(value))
-        return {"who": os.getpid()}
+        return {"n": 50}
 
-    barrier.wait()
-    found = cached(str(folder), "k" * 32, make)
-    with same.get_lock():
-        same.value += found.documents.tokens_T.tolist() == [t for v in range(50) for t in (v, 2, 3)]
+    def ask(_: int) -> list[int]:
+        barrier.wait()
+        tokens: list[int] = cached(str(tmp_path), "k" * 32, make).documents.tokens_T.tolist()
+        return tokens
 
-
-def test_parts_on_disk_are_parts_in_memory(tmp_path: Path) -> None:
-    def make(add: Callable[[Documents], None]) -> dict[str, Any]:
-        for value in (5, 6):
-            add(_documents(value))
-        return {"n": 2}
-
-    disk, memory = cached(str(tmp_path), "k" * 32, make), in_memory(make)
-    assert disk.facts == memory.facts == {"n": 2}
-    for name in cache_module._DTYPES:
-        ours, theirs = getattr(disk.documents, name), getattr(memory.documents, name)
-        assert ours.dtype == theirs.dtype, name
-        assert np.array_equal(ours, theirs), name
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(4)))
+    assert made == [1]
+    assert found == [[token for value in range(50) for token in (value, 2, 3)]] * 4
 
 
 def test_errors_are_not_cached_and_leave_nothing(run: Callable, rows: Path, tmp_path: Path) -> None:
@@ -349,8 +279,8 @@ def test_values_that_are_not_json_are_in_the_key_or_their_source_is_not_cached(
     monkeypatch: pytest.MonkeyPatch, value: Any, is_cached: bool
 ) -> None:
     def digest(value: Any) -> str | None:
-        monkeypatch.setattr(cache_key, "read_rows", lambda *_, **__: [Row("row 1", {"x": value})])
-        content = cache_key.content_of("a/b", DataConfig(source="a/b"))
+        monkeypatch.setattr(cache, "read_rows", lambda *_, **__: [Row("row 1", {"x": value})])
+        content = cache.content_of("a/b", DataConfig(source="a/b"))
         return content.digest if content else None
 
     assert (digest(value) is not None) == is_cached
@@ -370,53 +300,10 @@ def test_the_users_cache_directory_is_the_default(
     assert cache_folder("~/x") == Path("~/x").expanduser()
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_or_a_note_where_nobody_chose_it(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    fresh = run(cache="none").train.digest
-    for base, reason in (
-        (str(tmp_path / "file"), "Not a directory"),
-        ("/proc/nowhere", "No such file or directory"),  # of a parent
-    ):
-        with pytest.raises(UserError, match=rf"data.cache: {base}/data cannot be used \({reason}\); make"):
-            run(cache=f"{base}/data")
-        monkeypatch.setenv("XDG_CACHE_HOME", base)
-        prepared = run(cache="auto")
-        (note,) = [line for line in prepared.report if "note: nothing is cached: " in line]
-        assert note.endswith(
-            f"{base}/lptune/data cannot be used ({reason}); set data.cache to a folder that can be written, "
-            "or to none"
-        )
-        assert prepared.train.digest == fresh
-
-
-def test_without_a_home_folder_auto_works_in_memory(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    def expanduser(path: Path) -> Path:
-        if str(path).startswith("~"):
-            raise RuntimeError("Could not determine home directory.")
-        return path
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "expanduser", expanduser)
-    assert any(
-        "cannot be used (the home folder is not known); set" in line for line in run(cache="auto").report
-    )
-    with pytest.raises(
-        UserError, match=r"data.cache: ~/data cannot be used \(the home folder is not known\)"
-    ):
-        cached("~/data", "k" * 32, lambda _: {})
-
-
-LIMIT = re.escape("raise the limit of open files (`ulimit -n`)")
-
-
 @pytest.mark.parametrize(
-    ("code", "todo"),
-    [(code, "make room") for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)]
-    + [(errno.EMFILE, f"{LIMIT}, or set data.cache=none")],
+    ("call", "code", "todo"),
+    [("fsync", errno.ENOSPC, "make room"), ("rename", errno.EMFILE, "raise the limit of open files")],
 )
-@pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_full_disk_is_one_line_or_a_note_where_nobody_chose_the_folder(
     run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, code: int, todo: str
 ) -> None:
@@ -430,8 +317,7 @@ def test_a_full_disk_is_one_line_or_a_note_where_nobody_chose_the_folder(
     assert not entries(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     prepared = run(cache="auto")
-    note = rf"cannot be used \({os.strerror(code)}\); {LIMIT if code == errno.EMFILE else 'set data.cache'}"
-    assert any(re.search(note, line) for line in prepared.report)
+    assert any(f"cannot be used ({os.strerror(code)}); " in line for line in prepared.report)
     assert prepared.train.digest == fresh.train.digest
     assert not entries(tmp_path / "xdg/lptune/data")
 
@@ -447,10 +333,9 @@ def test_a_write_that_fails_again_when_its_file_is_closed_is_the_caches(tmp_path
     assert not entries(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "error", [ConnectionError("reset by peer"), OSError(errno.EIO, "Input/output error")]
-)
-def test_errors_of_the_source_are_not_the_caches(tmp_path: Path, error: OSError) -> None:
+def test_errors_of_the_source_are_not_the_caches(tmp_path: Path) -> None:
+    error = OSError(errno.EIO, "Input/output error")
+
     def make(add: Callable[[Documents], None]) -> dict[str, Any]:
         add(_documents(1))
         raise error
@@ -461,32 +346,10 @@ def test_errors_of_the_source_are_not_the_caches(tmp_path: Path, error: OSError)
     assert not entries(tmp_path)
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO])
-def test_an_entry_that_cannot_be_opened_now_is_kept(
-    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    run()
-    (entry,) = entries(tmp_path / "cache")
-    inode = (entry / "tokens_T.bin").stat().st_ino
-    with monkeypatch.context() as patch:
-        before = os.open
-
-        def open_(path: Any, *args: Any, **keys: Any) -> int:
-            if Path(path) == entry / "tokens_T.bin":
-                raise OSError(code, os.strerror(code))
-            return before(path, *args, **keys)
-
-        patch.setattr(os, "open", open_)
-        with pytest.raises(UserError, match=rf"data.cache: .* cannot be used \({os.strerror(code)}\)"):
-            run()
-    assert (entry / "tokens_T.bin").stat().st_ino == inode
-    assert not any("was damaged" in line for line in run().report)
-
-
 def test_small_sources_and_the_builtin_one_are_not_cached(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(source="builtin", max_rows=20)
-    monkeypatch.setattr(cache_key, "MIN_BYTES", 1024 * 1024)
+    monkeypatch.setattr(cache, "MIN_BYTES", 1024 * 1024)
     run()
     assert not (tmp_path / "cache").exists()

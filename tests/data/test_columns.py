@@ -1,21 +1,19 @@
 """Columns and keys beside the document are honoured, refused, or named in the report."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
-from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare
-from lptune.data.columns import _MAX_NAMED, Unused
+from lptune.data import Prepared, Tokenizer, prepare
 from lptune.data.detect import detect_format
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Pair
+from lptune.data.report import _MAX_NAMED, Unused
 from lptune.data.sources import Row
-from tests.helpers.chat_templates import config
+from tests.helpers.documents import Write, texts
 
 SAY = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = {"messages": SAY}
@@ -36,18 +34,11 @@ def messages(row: dict[str, Any], *first: dict[str, Any], **keys: Any) -> list[d
 
 
 @pytest.fixture
-def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder(**config("chatml")))
-
-
-@pytest.fixture
-def run(tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Prepared]:
+def run(jsonl: Write, chat: Tokenizer) -> Callable[..., Prepared]:
     def run(*rows: dict[str, Any], **keys: Any) -> Prepared:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        cfg = DataConfig(source=str(path), **{"seq_len": 256, **keys})
+        cfg = DataConfig(source=jsonl(*rows), **{"seq_len": 256, **keys})
         given = cfg.chat_template
-        with_template = tokenizer if given is None else tokenizer.with_chat_template(given)
+        with_template = chat if given is None else chat.with_chat_template(given)
         return prepare(cfg, with_template, seed=0, vocab_size=600)
 
     return run
@@ -137,16 +128,15 @@ def test_history_is_earlier_turns_of_a_pair() -> None:
 
 
 def test_a_template_writes_system_and_history_and_the_plain_layout_refuses_them(
-    run: Callable, tokenizer: Tokenizer
+    run: Callable, chat: Tokenizer
 ) -> None:
     row = PAIR | {"system": "Be brief.", "history": [["q0", "a0"]]}
-    rows = run(row).train
-    assert tokenizer.decode(rows.documents.tokens_T.tolist(), skip_special=False) == (
+    ((text, learned),) = texts(run(row).train, chat)
+    assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nq0<|im_end|>\n<|im_start|>assistant\n"
         "a0<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
     )
-    learned = rows.documents.tokens_T[rows.documents.is_target_T].tolist()
-    assert tokenizer.decode(learned, skip_special=False) == "a0<|im_end|>a<|im_end|>"
+    assert learned == "a0<|im_end|>a<|im_end|>"
     for key, what in (("system", "a system message"), ("history", "earlier turns")):
         with pytest.raises(UserError, match=f"line 1: has {what}, which only a chat template writes"):
             run(PAIR | {key: row[key]}, chat_template="none")
@@ -176,10 +166,7 @@ def test_a_column_that_comes_up_late_is_read_all_the_same(
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}),
-        ({"system": "s"}, {"system_prompt": "t"}),
-    ],
+    [({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}), ({"system": "s"}, {"system_prompt": "t"})],
 )
 def test_rows_that_name_a_part_differently_keep_it(
     run: Callable, one: dict[str, Any], other: dict[str, Any]

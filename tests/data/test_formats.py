@@ -10,7 +10,7 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data.detect import detect_format
 from lptune.data.errors import BadRows, RowError
-from lptune.data.formats import Conversation, Format, Pair, Text
+from lptune.data.formats import Format, Pair, Text
 from lptune.data.messages import inline_calls, read_messages, read_tools
 from lptune.data.sources import Row, read_rows
 
@@ -99,69 +99,42 @@ def test_a_number_in_a_pair_is_written_as_the_row_writes_it(tmp_path: Path, name
     assert fmt.document(found) == Pair(f"{text}?", "", text, f"{text}?", text)
 
 
-def test_a_number_that_has_no_text_is_written_as_json_writes_it() -> None:
-    fmt = detect({"question": "q", "answer": "a"})
-    assert fmt.document(Row("x", {"question": 1.1, "answer": True})) == Pair("1.1", "", "true", None)
+def called(name: str, **more: Any) -> dict[str, Any]:
+    """A call in the common form."""
+    function = {"name": name, "arguments": {"x": 1}}
+    calls = [{**more, "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
-def test_sharegpt_becomes_the_common_form() -> None:
+def test_both_dialects_become_the_common_form() -> None:
     call = '{"name": "f", "arguments": {"x": 1}}'
-    value = [
-        {"from": "system", "value": "s"},
-        {"from": "human", "value": "q"},
-        {"from": "function_call", "value": call},
-        {"from": "observation", "value": "{}"},
-        {"from": "gpt", "value": "a"},
-    ]
-    assert read_messages(value, "conversations") == [
+    said = [
+        ("system", "s"), ("human", "q"), ("function_call", call), ("observation", "{}"), ("gpt", "a"),
+    ]  # fmt: skip
+    sharegpt = [{"from": role, "value": value} for role, value in said]
+    assert read_messages(sharegpt, "conversations") == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "q"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-        },
+        called("f"),
         {"role": "tool", "content": "{}"},
         {"role": "assistant", "content": "a"},
     ]
-
-
-def test_openai_messages_become_the_common_form() -> None:
-    value = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            "name": None,
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [
-                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-            ],
-        },
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    openai = [
+        {"role": "user", "content": parts, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]},
         {"role": "tool", "tool_call_id": "1", "content": "r"},
-        {"role": "assistant", "content": "", "function_call": {"name": "g", "arguments": "{}"}},
+        {"role": "assistant", "content": "", "function_call": function},
     ]
-    messages = read_messages(value, "messages")
+    messages = read_messages(openai, "messages")
     assert messages == [
         {"role": "user", "content": "ab"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-        },
+        called("f", id="1"),
         {"role": "tool", "content": "r", "tool_call_id": "1"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {}}}],
-        },
+        called("f"),
     ]
-    assert inline_calls(messages)[1] == {
-        "role": "assistant",
-        "content": '{"name": "f", "arguments": {"x": 1}}',
-    }
+    assert inline_calls(messages)[1] == {"role": "assistant", "content": call}
 
 
 def call(arguments: Any) -> list[dict[str, Any]]:
@@ -266,15 +239,6 @@ def test_tools_are_read_from_lists_and_json_text_and_wrapped() -> None:
     for bad in ("{", "[3]", 7):
         with pytest.raises(RowError, match="column 'tools'"):
             read_tools(bad, "tools")
-
-
-def test_a_response_column_closes_a_conversation() -> None:
-    asked = [{"from": "human", "value": "q"}]
-    for answer in ("a", {"from": "gpt", "value": "a"}, [{"role": "assistant", "content": "a"}]):
-        row = {"conversations": asked, "chosen": answer, "rejected": answer}
-        document = detect(row, response_column="chosen").document(Row("x", row))
-        assert isinstance(document, Conversation)
-        assert document.messages == SAY
 
 
 ASSET_FORMATS = {

@@ -5,8 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from lptune.data import Loader, Packing, Rows
-from lptune.data.documents import Documents, offsets_of
-from lptune.data.joined import Joined
+from lptune.data.documents import Documents, Joined, offsets_of
 from lptune.data.packing import one_document_per_row, pack
 
 SEQ_LEN = 64

@@ -1,13 +1,11 @@
 """Every document stands in exactly one row, whole; rows are as full as best-fit decreasing makes them."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lptune.data import Packing, pack
 from lptune.data.order import permutation, random_keys, shuffled
-from lptune.data.packing import one_document_per_row
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=200)
 
@@ -69,12 +67,6 @@ def test_packing_depends_on_lengths_and_seed_alone() -> None:
     assert first.num_rows == other.num_rows
 
 
-@pytest.mark.parametrize("lengths", [[64], [64] * 5, [1] * 64, [1] * 65, [33, 32, 31], [63, 1, 1]])
-def test_exact_fits_leave_nothing(lengths: list[int]) -> None:
-    assert pack(lengths, 64, 0).num_rows == -(-sum(lengths) // 64) or lengths == [64] * 5
-    assert pack(lengths, 64, 0).num_rows == len(best_fit_decreasing(lengths, 64))
-
-
 def test_a_million_documents_pack_without_a_search_per_document() -> None:
     # Work is counted, not time: the number of group placements is bounded by the lengths, whatever the
     # documents.
@@ -83,12 +75,6 @@ def test_a_million_documents_pack_without_a_search_per_document() -> None:
     )
     packing = pack(lengths, 2048, 0)
     assert lengths.sum() / (packing.num_rows * 2048) > 0.995
-
-
-def test_without_packing_each_document_has_its_row() -> None:
-    packing = one_document_per_row(3)
-    assert packing.documents.tolist() == [0, 1, 2]
-    assert packing.row_offsets.tolist() == [0, 1, 2, 3]
 
 
 @settings(max_examples=30)

@@ -1,7 +1,8 @@
-"""Preferences: which shapes are read, that both answers of a row stay together, and what is dropped."""
+"""Preferences and answers with a label: which shapes are read, that both answers of a row stay together, that
+labels stay with their documents, and what is dropped.
+"""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +12,50 @@ import transformers
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, PromptsConfig, SourceConfig
-from lptune.data import Loader, Prepared, PromptWriter, Rows, Tokenizer, cache_key, prepare
+from lptune.data import Loader, Prepared, PromptWriter, Tokenizer, cache, prepare
 from lptune.data.sources import Row
 from tests.helpers.docs_pages import ROOT, blocks
+from tests.helpers.documents import Write, learned, texts
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 HELLO = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
 GOOD = {"role": "assistant", "content": "The capital of France is Paris."}
 BAD = {"role": "assistant", "content": "Two plus two is four."}
+CLOSED = [f"{answer['content']}<|im_end|>" for answer in (GOOD, BAD)]
 TEXT = {"prompt": "What is two?", "chosen": "Two plus two.", "rejected": "Paris, thank you."}
+RATED = {"prompt": "What is two?", "completion": "Two plus two.", "label": True}
 SHAREGPT = {
     "conversations": [{"from": "human", "value": USER["content"]}],
     "chosen": {"from": "gpt", "value": GOOD["content"]},
     "rejected": {"from": "gpt", "value": BAD["content"]},
 }
-
-
-def run(source: Any, tokenizer: Tokenizer, *, preferences: bool = True, **keys: Any) -> Prepared:
-    cfg = DataConfig(source=source, **{"seq_len": 256, "cache": "none", **keys})
-    return prepare(cfg, tokenizer, seed=0, vocab_size=600, preferences=preferences)
-
-
-def numbered(count: int) -> list[dict[str, str]]:
-    """Rows with documents of many lengths, each with a prompt of its own."""
-    return [
-        {
-            "prompt": f"Compute {i}",
-            "chosen": "four " * (1 + i % 7),
-            "rejected": "Paris " * (1 + i % 5) + str(i),
-        }
-        for i in range(count)
-    ]
-
-
 HUMAN = "\n\nHuman: What is two?\n\nAssistant: Two.\n\nHuman: And four?\n\nAssistant:"
 TRANSCRIPT = {"chosen": f"{HUMAN} Four: two\n\nplus two.", "rejected": f"{HUMAN} Paris"}
 
 
-def test_a_transcript_is_the_conversation_that_it_writes_down(jsonl: Callable, chat: Tokenizer) -> None:
+def run(source: Any, tokenizer: Tokenizer, **keys: Any) -> Prepared:
+    """Preferences, unless `preferences=False` or `labelled=True`."""
+    reading = {name: keys.pop(name) for name in ("preferences", "labelled") if name in keys}
+    cfg = DataConfig(source=source, **{"seq_len": 256, "cache": "none", **keys})
+    reading.setdefault("preferences", "labelled" not in reading)
+    return prepare(cfg, tokenizer, seed=0, vocab_size=600, **reading)
+
+
+def desirable(prepared: Prepared) -> list[bool]:
+    labels: list[bool] = prepared.train.documents.is_desirable_N.tolist()
+    return labels
+
+
+def numbered(count: int) -> list[dict[str, str]]:
+    """Rows with documents of many lengths, each with a prompt of its own."""
+    answers = [("four " * (1 + i % 7), "Paris " * (1 + i % 5) + str(i)) for i in range(count)]
+    return [{"prompt": f"Compute {i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(answers)]
+
+
+# ---- which rows are read
+
+
+def test_a_transcript_is_the_conversation_that_it_writes_down(jsonl: Write, chat: Tokenizer) -> None:
     def say(*contents: str) -> list[dict[str, str]]:
         return [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(contents)]
 
@@ -56,32 +63,28 @@ def test_a_transcript_is_the_conversation_that_it_writes_down(jsonl: Callable, c
     same = {"chosen": say(*common, "Four: two\n\nplus two."), "rejected": say(*common, "Paris")}
     found = run(jsonl(TRANSCRIPT), chat)
     assert texts(found.train, chat) == texts(run(jsonl(same), chat).train, chat)
-    assert [learned for _, learned in texts(found.train, chat)] == [
-        "Four: two\n\nplus two.<|im_end|>",
-        "Paris<|im_end|>",
-    ]
+    assert learned(found.train, chat) == ["Four: two\n\nplus two.<|im_end|>", "Paris<|im_end|>"]
     assert "as chat in transcripts (rejected: rejected, messages: chosen)" in found.report[0]
 
 
-def test_transcripts_are_read_by_every_recipe(jsonl: Callable, chat: Tokenizer) -> None:
+def test_transcripts_are_read_by_every_recipe(jsonl: Write, chat: Tokenizer) -> None:
     source = jsonl(TRANSCRIPT)
-    cfg = DataConfig(source=source, seq_len=256, cache="none")
-    labelled = prepare(cfg, chat, seed=0, vocab_size=600, labelled=True).train
-    assert labelled.documents.is_desirable_N.tolist() == [True, False]
-    assert [learned for _, learned in texts(labelled, chat)][1] == "Paris<|im_end|>"
+    labelled = run(source, chat, labelled=True)
+    assert desirable(labelled) == [True, False]
+    assert learned(labelled.train, chat)[1] == "Paris<|im_end|>"
     with pytest.raises(UserError, match=r"use full_dpo or full_kto, or set data\.messages_column=chosen"):
         run(source, chat, preferences=False)
-    told = run(source, chat, preferences=False, messages_column="chosen")
-    named = run(jsonl({"conversation": TRANSCRIPT["chosen"]}), chat, preferences=False)
-    assert texts(told.train, chat) == texts(named.train, chat)
-    assert texts(told.train, chat)[0][1] == "Two.<|im_end|>Four: two\n\nplus two.<|im_end|>"
+    told = run(source, chat, preferences=False, messages_column="chosen").train
+    named = run(jsonl({"conversation": TRANSCRIPT["chosen"]}), chat, preferences=False).train
+    assert texts(told, chat) == texts(named, chat)
+    assert learned(told, chat) == ["Two.<|im_end|>Four: two\n\nplus two.<|im_end|>"]
     writer = PromptWriter(PromptsConfig(messages_column="chosen"), chat, 600, [Row("x", TRANSCRIPT)])
-    assert writer.of_row(Row("x", TRANSCRIPT)).ids == labelled.prompt_and_answer(0)[0]
+    assert writer.of_row(Row("x", TRANSCRIPT)).ids == labelled.train.prompt_and_answer(0)[0]
     with pytest.raises(UserError, match=r"line 1: message 2 of 'rejected' is an empty assistant message"):
         run(jsonl({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant:"}), chat)
 
 
-def test_the_template_of_the_page_writes_transcripts(jsonl: Callable, tokenizer: Tokenizer) -> None:
+def test_the_template_of_the_page_writes_transcripts(jsonl: Write, tokenizer: Tokenizer) -> None:
     (block,) = blocks(ROOT / "docs" / "preferences.md", "jinja")
     rows = run(jsonl(TRANSCRIPT), tokenizer.with_chat_template(block.text), chat_template=block.text).train
     eos = tokenizer.special_tokens["eos_token"]
@@ -92,36 +95,12 @@ def test_the_template_of_the_page_writes_transcripts(jsonl: Callable, tokenizer:
     ]
 
 
-def test_columns_of_whole_conversations_are_found_by_their_names(jsonl: Callable, chat: Tokenizer) -> None:
-    row = {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]}
-    report = run(jsonl(row), chat).report
-    assert "(rejected: rejected_messages, messages: chosen_messages)" in report[0]
-    with pytest.raises(UserError, match=r"holds preferences .*or set data\.messages_column=chosen_messages"):
-        run(jsonl(row), chat, preferences=False)
-
-
-def texts(rows: Rows, tokenizer: Tokenizer) -> list[tuple[str, str]]:
-    """Of each document: the whole text, and what is learned of it; special tokens shown."""
-    found = []
-    for i in range(rows.num_documents):
-        start, stop = rows.documents.place(i)
-        tokens, is_target = rows.documents.tokens_T[start:stop], rows.documents.is_target_T[start:stop]
-        learned = tokens[is_target]
-        found.append(
-            tuple(
-                tokenizer.backend.decode(part.tolist(), skip_special_tokens=False)
-                for part in (tokens, learned)
-            )
-        )
-    return found  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize(
     ("row", "described"),
     [
         (TEXT, "pairs (prompt: prompt, response: chosen, rejected: rejected)"),
         (
-            {"instruction": "What is", "input": "two?", **{k: TEXT[k] for k in ("chosen", "rejected")}},
+            {"instruction": "What is", "input": "two?", "chosen": "a", "rejected": "b"},
             "pairs (prompt: instruction, input: input, response: chosen, rejected: rejected)",
         ),
         (SHAREGPT, "chat (response: chosen, rejected: rejected, messages: conversations)"),
@@ -134,31 +113,82 @@ def texts(rows: Rows, tokenizer: Tokenizer) -> list[tuple[str, str]]:
             "chat (response: chosen, rejected: rejected, messages: prompt)",
         ),
         (
-            {"messages": [*HELLO, USER], "chosen": GOOD["content"], "rejected": BAD["content"]},
-            "chat (response: chosen, rejected: rejected, messages: messages)",
+            {"chosen_messages": [USER, GOOD], "rejected_messages": [USER, BAD]},
+            "chat (rejected: rejected_messages, messages: chosen_messages)",
         ),
+        (RATED, "pairs (prompt: prompt, response: completion, label: label)"),
+        (
+            {"instruction": "What is", "input": "two?", "output": "Two.", "kto_tag": True},
+            "pairs (prompt: instruction, input: input, response: output, label: kto_tag)",
+        ),
+        (
+            {"prompt": [USER], "completion": [GOOD], "label": True},
+            "chat (response: completion, label: label, messages: prompt)",
+        ),
+        ({"messages": [USER, GOOD], "label": True}, "chat (label: label, messages: messages)"),
     ],
 )
 def test_shapes_are_detected_from_the_columns(
-    row: dict[str, Any], described: str, jsonl: Callable[..., str], chat: Tokenizer
+    row: dict[str, Any], described: str, jsonl: Write, chat: Tokenizer
 ) -> None:
-    prepared = run(jsonl(row), chat)
-    assert f"1 rows as {described}, chat template" in "\n".join(prepared.report)
-    assert prepared.train.num_preferences == 1
+    label = next((name for name in ("label", "kto_tag") if name in row), None)
+    if label is None:
+        prepared = run(jsonl(row), chat)
+        assert prepared.train.num_preferences == 1
+    else:
+        prepared = run(jsonl(row, row | {label: False}), chat, labelled=True)
+        assert "training: 1 desirable and 1 undesirable answers, 2 documents" in "\n".join(prepared.report)
+    assert f" rows as {described}, chat template" in prepared.report[0]
 
 
-def test_names_of_columns_can_be_given(jsonl: Callable[..., str], tokenizer: Tokenizer) -> None:
-    row = {"prompt": "What is two?", "good": "four", "bad": "Paris"}
+def test_names_of_columns_can_be_given(jsonl: Write, tokenizer: Tokenizer) -> None:
+    row = {"prompt": "What is two?", "good": "four", "bad": "Paris", "liked": False}
     source = SourceConfig(source=jsonl(row), chosen_column="good", rejected_column="bad")
-    rows = run((source,), tokenizer).train
-    assert [learned for _, learned in texts(rows, tokenizer)] == ["four<|endoftext|>", "Paris<|endoftext|>"]
+    found = learned(run((source,), tokenizer).train, tokenizer)
+    assert found == ["four<|endoftext|>", "Paris<|endoftext|>"]
+    source = SourceConfig(source=jsonl(row), response_column="good", label_column="liked")
+    rated = run((source,), tokenizer, labelled=True)
+    assert (learned(rated.train, tokenizer), desirable(rated)) == (["four<|endoftext|>"], [False])
+    both, keys = jsonl(RATED | TEXT), {"label_column": "label", "response_column": "completion"}
+    assert run(both, tokenizer, labelled=True, **keys).train.num_documents == 1
+    assert run(both, tokenizer, labelled=True, chosen_column="chosen").train.num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "said"),
+    [
+        (TEXT, {}, "this recipe learns from one response per prompt; use full_dpo or full_kto"),
+        (TEXT, {"chosen_column": "chosen"}, r"data\.chosen_column: is a column of preferences, .* full_dpo"),
+        (RATED, {"label_column": "label"}, r"data\.label_column: is a column of answers .* full_kto"),
+    ],
+)
+def test_a_recipe_for_single_answers_names_the_one_for_these_rows(
+    row: dict[str, Any], keys: dict[str, str], said: str, jsonl: Write, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(UserError, match=said):
+        run(jsonl(row), tokenizer, preferences=False, **keys)
+
+
+def test_labels_are_true_or_false_also_as_numbers_and_as_text(jsonl: Write, tokenizer: Tokenizer) -> None:
+    values = [True, 1, 1.0, "true", False, 0, "False ", "0"]
+    rated = run(jsonl(*(RATED | {"label": value} for value in values)), tokenizer, labelled=True)
+    assert desirable(rated) == [True] * 4 + [False] * 4
+    others = [None, "", "yes", 2, -1, 0.5, [True], "desirable"]
+    source = jsonl(RATED, *(RATED | {"label": value} for value in others))
+    with pytest.raises(UserError, match=r"line 2: column 'label' must be true .* or false, found "):
+        run(source, tokenizer, labelled=True)
+    rated = run(source, tokenizer, labelled=True, on_bad_row="skip")
+    assert rated.train.num_documents == 1
+    assert "skipped 8 bad rows" in "\n".join(rated.report)
+
+
+# ---- what is learned
 
 
 def test_text_is_written_in_the_plain_layout_the_chosen_answer_first(
-    jsonl: Callable[..., str], tokenizer: Tokenizer
+    jsonl: Write, tokenizer: Tokenizer
 ) -> None:
-    found = texts(run(jsonl(TEXT), tokenizer).train, tokenizer)
-    assert found == [
+    assert texts(run(jsonl(TEXT), tokenizer).train, tokenizer) == [
         (f"What is two?\n{answer}<|endoftext|>", f"{answer}<|endoftext|>")
         for answer in (TEXT["chosen"], TEXT["rejected"])
     ]
@@ -170,26 +200,31 @@ def test_text_is_written_in_the_plain_layout_the_chosen_answer_first(
         {"chosen": [*HELLO, USER, GOOD], "rejected": [*HELLO, USER, BAD]},
         {"prompt": [*HELLO, USER], "chosen": [GOOD], "rejected": [BAD]},
         {"messages": [*HELLO, USER], "chosen": GOOD["content"], "rejected": BAD["content"]},
+        {"prompt": [*HELLO, USER], "completion": [GOOD], "label": True},
+        {"prompt": [*HELLO, USER], "completion": GOOD["content"], "label": True},
+        {"messages": [*HELLO, USER, GOOD], "label": True},
     ],
-    ids=["whole conversations", "prompt of messages", "answers as text"],
+    ids=["both whole", "both apart", "both as text", "apart", "as text", "whole"],
 )
-def test_conversations_are_those_of_transformers_and_only_the_answers_that_differ_are_learned(
-    row: dict[str, Any], jsonl: Callable[..., str], chat: Tokenizer
+def test_conversations_are_those_of_transformers_and_only_the_last_answers_are_learned(
+    row: dict[str, Any], jsonl: Write, chat: Tokenizer
 ) -> None:
-    rows = run(jsonl(row), chat).train
+    reading = {"labelled": True} if "label" in row else {}
+    rows = run(jsonl(row), chat, **reading).train
     theirs = transformers.AutoTokenizer.from_pretrained(chat.folder)
-    for number, answer in enumerate((GOOD, BAD)):
+    answers = [GOOD] if "label" in row else [GOOD, BAD]
+    for number, answer in enumerate(answers):
         start, stop = rows.documents.place(number)
         wanted = theirs.apply_chat_template([*HELLO, USER, answer], tokenize=True, return_dict=False)
         assert rows.documents.tokens_T[start:stop].tolist() == wanted
-    # The answer in the common prompt is in both documents and in no loss.
-    assert [learned for _, learned in texts(rows, chat)] == [f"{a['content']}<|im_end|>" for a in (GOOD, BAD)]
+    # The answer in the common prompt is in each document and in no loss.
+    assert learned(rows, chat) == CLOSED[: len(answers)]
 
 
 @pytest.mark.parametrize("answers", ["chosen", "rejected"])
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_prompt_that_ends_with_an_answer_of_the_row_is_read_without_it(
-    answers: str, as_text: bool, jsonl: Callable[..., str], chat: Tokenizer
+    answers: str, as_text: bool, jsonl: Write, chat: Tokenizer
 ) -> None:
     row = {"messages": [*HELLO, USER], "chosen": [GOOD], "rejected": [BAD]}
     longer = {**row, "messages": [*row["messages"], *row[answers]]}
@@ -200,7 +235,7 @@ def test_a_prompt_that_ends_with_an_answer_of_the_row_is_read_without_it(
 
 
 def test_a_row_of_another_form_than_the_first_keeps_its_prompt_or_is_bad(
-    jsonl: Callable[..., str], chat: Tokenizer
+    jsonl: Write, chat: Tokenizer
 ) -> None:
     whole = {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}
     parts = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
@@ -211,85 +246,89 @@ def test_a_row_of_another_form_than_the_first_keeps_its_prompt_or_is_bad(
             run(jsonl(whole, answers), chat)
 
 
+def test_a_preference_gives_the_documents_of_full_dpo_with_labels(jsonl: Write, chat: Tokenizer) -> None:
+    conversation = {"chosen": [*HELLO, USER, GOOD], "rejected": [*HELLO, USER, BAD]}
+    for rows in (
+        [conversation],
+        [TEXT, TEXT | {"chosen": "Paris " * 30}, TEXT | {"rejected": "Paris " * 60}],
+    ):
+        source = jsonl(*rows)
+        paired, single = run(source, chat), run(source, chat, labelled=True)
+        assert np.array_equal(paired.train.documents.tokens_T, single.train.documents.tokens_T)
+        assert desirable(single) == [True, False] * len(rows)
+        keys_N = single.train.documents.prompt_keys_N
+        assert np.array_equal(keys_N[0::2], keys_N[1::2])
+
+
+# ---- both answers stay together
+
+
 def test_both_documents_have_the_prompts_key_and_stand_next_to_each_other_in_one_row(
-    jsonl: Callable[..., str], tokenizer: Tokenizer
+    jsonl: Write, tokenizer: Tokenizer
 ) -> None:
     for packing in (True, False):
         rows = run(jsonl(*numbered(60)), tokenizer, seq_len=64, packing=packing).train
         keys_N = rows.documents.prompt_keys_N
         assert np.array_equal(keys_N[0::2], keys_N[1::2])
-        assert len(np.unique(keys_N)) == rows.num_preferences == 60
-        assert rows.num_preferences_per_row.sum() == 60
+        assert len(np.unique(keys_N)) == rows.num_preferences == rows.num_preferences_per_row.sum() == 60
         assert rows.num_preferences_per_row.max() == (1 if not packing else pytest.approx(3, abs=2))
         seen = []
-        for row in range(rows.num_rows):
-            batch = rows.batch([row])
+        for numbers_in in [[row] for row in range(rows.num_rows)] + [[0, -1, 1]]:
+            batch = rows.batch(numbers_in)
+            tokens = batch.tokens_BS.flatten()
+            assert len(batch.numbers_D) == len(batch.offsets) - 1
             numbers = [number for number in batch.numbers_D.tolist() if number >= 0]
-            seen += numbers
             assert numbers[1::2] == [number + 1 for number in numbers[0::2]]
-            for place, number in enumerate(numbers):
-                start, stop = rows.documents.place(number)
-                tokens = batch.tokens_BS[0][batch.document_BS[0] == place]
-                assert tokens.tolist() == rows.documents.tokens_T[start:stop].tolist()
-                assert int(batch.offsets[place + 1] - batch.offsets[place]) == stop - start
+            seen += numbers if len(numbers_in) == 1 else []
+            for number, start, stop in zip(
+                batch.numbers_D, batch.offsets[:-1], batch.offsets[1:], strict=True
+            ):
+                if number >= 0:
+                    first, last = rows.documents.place(int(number))
+                    assert tokens[start:stop].tolist() == rows.documents.tokens_T[first:last].tolist()
         assert sorted(seen) == list(range(120))
 
 
-def test_numbers_of_a_batch_of_several_rows_follow_its_offsets(
-    jsonl: Callable[..., str], tokenizer: Tokenizer
-) -> None:
-    rows = run(jsonl(*numbered(20)), tokenizer, seq_len=64).train
-    batch = rows.batch([0, -1, 1])
-    tokens = batch.tokens_BS.flatten()
-    assert len(batch.numbers_D) == len(batch.offsets) - 1
-    for number, start, stop in zip(batch.numbers_D, batch.offsets[:-1], batch.offsets[1:], strict=True):
-        if number >= 0:
-            first, last = rows.documents.place(int(number))
-            assert tokens[start:stop].tolist() == rows.documents.tokens_T[first:last].tolist()
-
-
-def test_a_preference_that_does_not_fit_or_has_equal_answers_is_dropped_and_counted(
-    jsonl: Callable[..., str], tokenizer: Tokenizer
+def test_what_does_not_fit_or_has_equal_answers_is_dropped_and_counted(
+    jsonl: Write, tokenizer: Tokenizer
 ) -> None:
     long = {"prompt": "What?", "chosen": "Paris " * 60, "rejected": "four"}
     equal = {"prompt": "What?", "chosen": "four", "rejected": "four"}
     source = jsonl(TEXT, long, equal)
     prepared = run(source, tokenizer, seq_len=48)
-    assert prepared.train.num_preferences == 1
     report = "\n".join(prepared.report)
-    assert (
-        "dropped 1 preferences whose two documents have more than data.seq_len=48 tokens together" in report
-    )
+    assert "dropped 1 preferences whose two documents have more than data.seq_len=48 tokens" in report
     assert "dropped 1 preferences whose two answers are equal" in report
     assert "training: 1 preferences, 2 documents" in report
-    whole = run(source, tokenizer).train
-    assert whole.num_preferences == 2
-    # Exactly full is enough, one token less is not.
-    size = int(whole.documents.lengths[2:].sum())
-    assert run(source, tokenizer, seq_len=size).train.num_preferences == 2
-    assert run(source, tokenizer, seq_len=size - 1).train.num_preferences == 1
+    size = int(run(source, tokenizer).train.documents.lengths[2:].sum())
+    for seq_len, count in ((size, 2), (size - 1, 1)):  # exactly full is enough
+        assert run(source, tokenizer, seq_len=seq_len).train.num_preferences == count
+    assert "answers are equal" in "\n".join(run(source, tokenizer, labelled=True).report)
+    source = jsonl(RATED, RATED | {"completion": "Paris " * 60, "label": False})
+    prepared = run(source, tokenizer, labelled=True, seq_len=48)
+    dropped = "dropped 1 answers whose documents have more than data.seq_len=48 tokens"
+    assert dropped in "\n".join(prepared.report)
+    size = int(run(source, tokenizer, labelled=True).train.documents.lengths.max())
+    for seq_len, count in ((size, 2), (size - 1, 1)):
+        assert run(source, tokenizer, labelled=True, seq_len=seq_len).train.num_documents == count
 
 
-def test_held_out_are_prompts_with_both_answers(jsonl: Callable[..., str], tokenizer: Tokenizer) -> None:
+def test_held_out_are_prompts_with_both_answers(jsonl: Write, tokenizer: Tokenizer) -> None:
     rows = numbered(40)
     prepared = run(jsonl(*rows, *rows[:10]), tokenizer, eval_fraction=0.2)
-    train, held_out = prepared.train, prepared.evaluation
-    assert held_out is not None
+    train, held_out = prepared.train, prepared.held_out
     assert train.num_preferences + held_out.num_preferences == 50
     assert 6 <= held_out.num_preferences <= 10
     for side in (train, held_out):
-        keys_N = side.documents.prompt_keys_N
+        keys_N, found = side.documents.prompt_keys_N, learned(side, tokenizer)
         assert np.array_equal(keys_N[0::2], keys_N[1::2])
-        found = texts(side, tokenizer)
-        assert all(
-            "four" in a and "Paris" in b for (_, a), (_, b) in zip(found[0::2], found[1::2], strict=True)
-        )
+        assert all("four" in a and "Paris" in b for a, b in zip(found[0::2], found[1::2], strict=True))
     assert not set(train.documents.prompt_keys_N) & set(held_out.documents.prompt_keys_N)
 
 
 @pytest.mark.parametrize("weight", [0.5, 2.5])
 def test_weights_choose_and_repeat_whole_preferences(
-    weight: float, jsonl: Callable[..., str], tokenizer: Tokenizer
+    weight: float, jsonl: Write, tokenizer: Tokenizer
 ) -> None:
     sources = (
         SourceConfig(source=jsonl(*numbered(20), name="a.jsonl"), weight=weight),
@@ -297,44 +336,63 @@ def test_weights_choose_and_repeat_whole_preferences(
     )
     rows = run(sources, tokenizer, seq_len=64).train
     assert rows.num_preferences == 20 * weight + 1
-    found = texts(rows, tokenizer)
-    assert all(
-        a[0].split("\n")[0] == b[0].split("\n")[0] for a, b in zip(found[0::2], found[1::2], strict=True)
-    )
+    prompts = [text.split("\n")[0] for text, _ in texts(rows, tokenizer)]
+    assert prompts[0::2] == prompts[1::2]
     loader = Loader(rows, seed=0, global_batch_size=2, micro_batch_size=1)
     batches = loader.micro_batches(0)
     assert loader.num_preferences(0) == sum(int((b.numbers_D >= 0).sum()) for b in batches) // 2
 
 
-def test_the_cache_keeps_preferences_apart_from_pairs(
-    jsonl: Callable[..., str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_labels_stay_with_their_documents_when_held_out_weighted_cached_and_joined(
+    jsonl: Write, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_key, "MIN_BYTES", 0)
-    source, cache = jsonl(*numbered(8)), str(tmp_path / "cache")
-    single = run(source, tokenizer, preferences=False, response_column="chosen", cache=cache).train
-    made = run(source, tokenizer, cache=cache).train
-    again = run(source, tokenizer, cache=cache).train
-    assert (single.num_documents, made.num_documents) == (8, 16)
-    assert made.digest == again.digest == run(source, tokenizer).train.digest
+    monkeypatch.setattr(cache, "MIN_BYTES", 0)
+    answers = [(("four " if i % 3 else "Paris ") * (1 + i % 5), i % 3 > 0) for i in range(30)]
+    single = [
+        {"prompt": f"Compute {i}", "completion": answer, "label": label}
+        for i, (answer, label) in enumerate(answers)
+    ]
+    pairs = [{"prompt": f"Say {i}", "chosen": "four " * (1 + i % 4), "rejected": "Paris"} for i in range(10)]
+    sources = (
+        SourceConfig(source=jsonl(*single, name="a.jsonl"), weight=1.5),
+        SourceConfig(source=jsonl(*pairs, name="b.jsonl")),
+    )
+    keys = {"labelled": True, "eval_fraction": 0.2, "seq_len": 64}
+    plain = run(sources, tokenizer, **keys)
+    for _ in range(2):  # made, then read
+        cached = run(sources, tokenizer, cache=str(tmp_path / "cache"), **keys)
+        assert cached.train.digest == plain.train.digest
+    for rows in (cached.train, cached.held_out):
+        labels = rows.documents.is_desirable_N.tolist()
+        assert [("four" in text) for text in learned(rows, tokenizer)] == labels
+        assert {*labels} == {True, False}
+    assert cached.train.num_documents + cached.held_out.num_documents > 50
+    # The same rows as preferences, and as pairs, have entries of their own.
+    alone = SourceConfig(source=sources[1].source)
+    compared = run((alone,), tokenizer, cache=str(tmp_path / "cache")).train
+    assert compared.digest == run((alone,), tokenizer).train.digest
+    paired = run(
+        (alone,), tokenizer, preferences=False, response_column="chosen", cache=str(tmp_path / "cache")
+    )
+    assert (compared.num_documents, paired.train.num_documents) == (20, 10)
 
 
-def test_a_recipe_for_single_answers_names_full_dpo(jsonl: Callable[..., str], tokenizer: Tokenizer) -> None:
-    with pytest.raises(
-        UserError, match="this recipe learns from one response per prompt; use full_dpo or full_kto"
-    ):
-        run(jsonl(TEXT), tokenizer, preferences=False)
-    with pytest.raises(UserError, match=r"data\.chosen_column: is a column of preferences, .* full_dpo"):
-        run(jsonl(TEXT), tokenizer, preferences=False, chosen_column="chosen")
+def test_the_digest_knows_the_labels_and_that_of_other_rows_is_as_before(
+    jsonl: Write, tokenizer: Tokenizer
+) -> None:
+    rows = [jsonl(RATED, RATED | {"label": label}, name=f"{label}.jsonl") for label in (True, False)]
+    labelled = [run(source, tokenizer, labelled=True).train.digest for source in rows]
+    assert labelled[0] != labelled[1]
+    answers = jsonl(*({"prompt": RATED["prompt"], "completion": RATED["completion"]},) * 2)
+    assert run(answers, tokenizer, preferences=False).train.digest == labelled[0]
 
 
 @pytest.mark.parametrize(("name", "count"), [("rasbt_preference.json", 1094), ("dpo_en_demo.json", 300)])
 def test_real_preferences_are_read(assets: Path, chat: Tokenizer, name: str, count: int) -> None:
-    prepared = run(str(assets / "data" / name), chat, seq_len=32768)
-    rows = prepared.train
+    source = assets / "data" / name
+    rows = run(str(source), chat, seq_len=32768).train
     assert rows.num_preferences == count
-    first = json.loads((assets / "data" / name).read_text())[-1]
-    answers = [
-        first[side] if isinstance(first[side], str) else first[side]["value"]
-        for side in ("chosen", "rejected")
-    ]
-    assert [learned for _, learned in texts(rows, chat)[-2:]] == [f"{answer}<|im_end|>" for answer in answers]
+    last = json.loads(source.read_text())[-1]
+    answers = [last[side] for side in ("chosen", "rejected")]
+    answers = [each if isinstance(each, str) else each["value"] for each in answers]
+    assert learned(rows, chat)[-2:] == [f"{answer}<|im_end|>" for answer in answers]

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from hypothesis import strategies as st
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare, tokenization
+from lptune.data.order import split_by_prompt
 from lptune.data.sources import Row
-from lptune.data.split import split_by_prompt
 from tests.helpers.chat_templates import (
     CHATML,
     CHATML_MARKED,
@@ -28,21 +27,7 @@ from tests.helpers.chat_templates import (
     WITHOUT_SPECIAL_TOKENS,
     config,
 )
-
-
-@pytest.fixture
-def tokenizer(tokenizer_folder: Callable[..., Path]) -> Tokenizer:
-    return load_tokenizer(tokenizer_folder())
-
-
-@pytest.fixture
-def jsonl(tmp_path: Path) -> Callable[..., str]:
-    def write(*rows: Any, name: str = "rows.jsonl") -> str:
-        path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return str(path)
-
-    return write
+from tests.helpers.documents import Load, Make, Write
 
 
 def run(source: Any, tokenizer: Tokenizer, *, seed: int = 0, vocab_size: int = 600, **keys: Any) -> Prepared:
@@ -68,9 +53,7 @@ def texts(prepared: Prepared, tokenizer: Tokenizer) -> list[tuple[str, str]]:
 PAIRS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
 
 
-def test_a_pair_without_a_template_is_prompt_newline_response_eos(
-    jsonl: Callable, tokenizer: Tokenizer
-) -> None:
+def test_a_pair_without_a_template_is_prompt_newline_response_eos(jsonl: Write, tokenizer: Tokenizer) -> None:
     source = jsonl(
         {"instruction": "Add", "input": "2 + 2", "output": "4"},
         {"instruction": "Say hi", "input": "", "output": "hi"},
@@ -80,20 +63,8 @@ def test_a_pair_without_a_template_is_prompt_newline_response_eos(
     assert prepared.train.documents.is_target_T.sum() == prepared.train.num_target_tokens
 
 
-def test_the_prompt_of_a_pair_is_exactly_what_inference_tokenizes(
-    jsonl: Callable, tokenizer: Tokenizer
-) -> None:
-    prepared = run(jsonl(*PAIRS), tokenizer, prompt_template="Q: {question}\nA: ")
-    for i, row in enumerate(PAIRS):
-        prompt, answer = prepared.train.prompt_and_answer(i)
-        assert prompt == tokenizer.encode(f"Q: {row['question']}\nA: ")
-        assert answer == [*tokenizer.encode(row["answer"]), tokenizer.eos_id]
-
-
 @pytest.mark.parametrize("name", ["llama2", "mistral_chatml", "titan_2k", "qwen2"])
-def test_bos_stands_where_the_tokenizer_puts_it(
-    asset_tokenizer: Callable[[str], Tokenizer], jsonl: Callable, name: str
-) -> None:
+def test_bos_stands_where_the_tokenizer_puts_it(asset_tokenizer: Load, jsonl: Write, name: str) -> None:
     tokenizer = asset_tokenizer(f"tokenizers/{name}").with_chat_template("none")
     prepared = run(jsonl(*PAIRS), tokenizer, vocab_size=tokenizer.vocab_size)
     for i, row in enumerate(PAIRS):
@@ -109,7 +80,7 @@ def test_bos_stands_where_the_tokenizer_puts_it(
         )
 
 
-def test_with_a_template_a_pair_is_a_chat(jsonl: Callable, tokenizer_folder: Callable[..., Path]) -> None:
+def test_with_a_template_a_pair_is_a_chat(jsonl: Write, tokenizer_folder: Make) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(**config("chatml")))
     source = jsonl({"instruction": "Add", "input": "2 + 2", "output": "4"})
     prepared = run(source, tokenizer, system_prompt="Be brief.")
@@ -122,7 +93,7 @@ def test_with_a_template_a_pair_is_a_chat(jsonl: Callable, tokenizer_folder: Cal
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED, QWEN3])
 def test_chat_tokens_equal_apply_chat_template_and_only_the_assistant_is_learned(
-    assets: Path, tokenizer_folder: Callable[..., Path], template: str
+    assets: Path, tokenizer_folder: Make, template: str
 ) -> None:
     folder = tokenizer_folder(chat_template=template, eos_token="<|im_end|>")
     tokenizer, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
@@ -145,15 +116,8 @@ def test_chat_tokens_equal_apply_chat_template_and_only_the_assistant_is_learned
         assert prompt == theirs.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=False)
 
 
-def test_train_on_prompt_learns_every_token_but_the_first(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    plain, full = run(jsonl(*PAIRS), tokenizer), run(jsonl(*PAIRS), tokenizer, train_on_prompt=True)
-    assert full.train.num_target_tokens == full.train.num_tokens - len(PAIRS)
-    assert np.array_equal(full.train.documents.tokens_T, plain.train.documents.tokens_T)
-    assert full.train.prompt_and_answer(3) == plain.train.prompt_and_answer(3)
-
-
 def test_long_documents_are_cut_and_those_without_a_target_dropped(
-    jsonl: Callable, tokenizer: Tokenizer
+    jsonl: Write, tokenizer: Tokenizer
 ) -> None:
     long_answer = {"question": "x", "answer": "word " * 100}
     long_prompt = {"question": "word " * 100, "answer": "y"}
@@ -169,7 +133,7 @@ def test_long_documents_are_cut_and_those_without_a_target_dropped(
     assert "dropped 1 documents without a token for the loss" in report
 
 
-def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Callable, tokenizer: Tokenizer) -> None:
+def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Write, tokenizer: Tokenizer) -> None:
     long = "To be, or not to be: that is the question. " * 40
     prepared = run(
         jsonl({"text": long}, {"text": "short"}, {"text": ""}), tokenizer, seq_len=64, on_bad_row="skip"
@@ -187,9 +151,9 @@ def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Callable, token
     assert "truncated" not in "\n".join(prepared.report)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "llama2", "mistral_chatml"])
+@pytest.mark.parametrize("name", ["qwen2", "llama2"])
 def test_encoding_a_long_text_in_pieces_changes_no_token(
-    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
+    assets: Path, asset_tokenizer: Load, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(tokenization, "PIECE_CHARACTERS", 2000)
     tokenizer = asset_tokenizer(f"tokenizers/{name}")
@@ -203,7 +167,7 @@ def test_encoding_a_long_text_in_pieces_changes_no_token(
 
 
 def test_bad_rows_stop_with_their_place_or_are_skipped_and_counted(
-    jsonl: Callable, tokenizer: Tokenizer
+    jsonl: Write, tokenizer: Tokenizer
 ) -> None:
     source = jsonl(
         *PAIRS[:34], {"question": "q"}, "{broken", {"question": "q", "answer": "half \ud83d"}, *PAIRS[34:]
@@ -224,9 +188,7 @@ def test_bad_rows_stop_with_their_place_or_are_skipped_and_counted(
         run(source, tokenizer, on_bad_row="skip")
 
 
-def test_what_a_template_refuses_names_the_row(
-    jsonl: Callable, tokenizer_folder: Callable[..., Path]
-) -> None:
+def test_what_a_template_refuses_names_the_row(jsonl: Write, tokenizer_folder: Make) -> None:
     system = {
         "messages": [
             {"role": "system", "content": "s"},
@@ -245,72 +207,42 @@ def test_what_a_template_refuses_names_the_row(
         run(source, tokenizer, system_prompt="x")
 
 
-def test_what_does_not_go_together_is_one_line(
-    jsonl: Callable, tokenizer_folder: Callable[..., Path]
-) -> None:
+def test_what_does_not_go_together_is_one_line(jsonl: Write, tokenizer_folder: Make) -> None:
     bare = load_tokenizer(tokenizer_folder("bare"))
     chat = load_tokenizer(tokenizer_folder("chat", **config("chatml")))
     mute = load_tokenizer(tokenizer_folder("mute", eos_token=None))
-    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
-    cases: list[tuple[Any, Tokenizer, dict, str]] = [
+    pair = PAIRS[0]
+    asked, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    say, masked = {"messages": [asked, answer]}, {"messages": [asked, answer | {"weight": 0}]}
+    cases: list[tuple[Any, Tokenizer, dict[str, Any], str]] = [
         (say, bare, {}, "has no chat template, and the data are chats; set data.chat_template"),
-        (PAIRS[0], bare, {"system_prompt": "x"}, "data.system_prompt: is written by a chat template"),
+        (pair, bare, {"system_prompt": "x"}, "data.system_prompt: is written by a chat template"),
         ({"text": "t"}, chat, {"system_prompt": "x"}, "data.system_prompt: .* is raw text, which has none"),
+        (pair, chat, {"prompt_template": "{question}"}, "set data.chat_template=none to use a prompt"),
+        (pair, mute, {}, "names no eos token, so the model would never learn to stop"),
+        (pair, bare, {"vocab_size": 50}, r"token '.*' has id \d+, the model's vocabulary ends at 49"),
+        (pair, bare, {"seq_len": 4}, "all 1 rows are masked: no document has a target within data.seq_len=4"),
         (
-            PAIRS[0],
-            chat,
-            {"prompt_template": "{question}"},
-            "set data.chat_template=none to use a prompt template",
-        ),
-        (PAIRS[0], mute, {}, "names no eos token, so the model would never learn to stop"),
-        (
-            PAIRS[0],
-            bare,
-            {"vocab_size": 50},
-            r"token '.*' has id \d+, the model's vocabulary ends at 49 .vocab_size 50.; use the",
-        ),
-        (
-            PAIRS[0],
-            bare,
-            {"seq_len": 4},
-            "all 1 rows are masked: no document has a target within data.seq_len=4 tokens",
-        ),
-        (
-            PAIRS[0],
+            pair,
             bare,
             {"eval_fraction": 0.5},
-            "data.eval_fraction: .* gives one document, and each side needs one",
+            "data.eval_fraction: .* gives one document, and each side needs",
         ),
+        (masked, chat, {}, r"all 1 rows are masked: none of their answers is learned .weight 0"),
     ]
     for row, tokenizer, keys, message in cases:
         with pytest.raises(UserError, match=message):
             run(jsonl(row), tokenizer, **keys)
-    asked, unlearned = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}
-    with pytest.raises(UserError, match=r"all 1 rows are masked: none of their answers is learned .weight 0"):
-        run(jsonl({"messages": [asked, unlearned]}), chat)
-    some = run(
-        jsonl({"messages": [asked, unlearned]}, {"messages": [asked, {**unlearned, "weight": 1}]}), chat
-    )
+    some = run(jsonl(masked, say), chat)
     assert "note: dropped 1 documents of which no answer is learned: weight 0" in "\n".join(some.report)
-    twice = jsonl({"question": "q", "answer": "a"}, {"question": "q", "answer": "b"})
     with pytest.raises(UserError, match="gives 2 documents with one and the same prompt"):
-        run(twice, bare, eval_fraction=0.5)
-    assert (
-        run(jsonl(PAIRS[0]), chat, chat_template="none", prompt_template="{question}").train.num_documents
-        == 1
-    )
+        run(jsonl(pair, pair | {"answer": "b"}), bare, eval_fraction=0.5)
+    filled = run(jsonl(pair), chat, chat_template="none", prompt_template="{question}")
+    assert filled.train.num_documents == 1
     assert run(jsonl({"text": "some text"}), mute).train.num_documents == 1
 
 
-def test_the_configs_chat_template_reaches_the_rows(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}
-    prepared = run(jsonl(say), tokenizer, chat_template=CHATML)
-    assert texts(prepared, tokenizer) == [
-        ("<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n", "a<|im_end|>")
-    ]
-
-
-def test_notes_tell_what_nobody_asked_for(jsonl: Callable, tokenizer_folder: Callable[..., Path]) -> None:
+def test_notes_tell_what_nobody_asked_for(jsonl: Write, tokenizer_folder: Make) -> None:
     call = {
         "role": "assistant",
         "content": "",
@@ -352,7 +284,7 @@ EOS_LAST = (
     ],
 )
 def test_conversations_that_do_not_teach_to_stop_are_counted(
-    jsonl: Callable, tokenizer_folder: Callable[..., Path], template: str, expected: str | None
+    jsonl: Write, tokenizer_folder: Make, template: str, expected: str | None
 ) -> None:
     """By the spans that are learned, however they were found. The user ends the second conversation."""
     pair = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -367,14 +299,14 @@ def test_conversations_that_do_not_teach_to_stop_are_counted(
         assert not any("learn where to stop" in line for line in learned)
 
 
-def test_a_line_break_that_the_shell_did_not_make_is_noted(jsonl: Callable, tokenizer: Tokenizer) -> None:
+def test_a_line_break_that_the_shell_did_not_make_is_noted(jsonl: Write, tokenizer: Tokenizer) -> None:
     row = {"question": "q", "answer": "a"}
     for template, expected in (("Q: {question}\\nA: ", 1), ("Q: {question}\nA: ", 0)):
         report = run(jsonl(row), tokenizer, chat_template="none", prompt_template=template).report
         assert sum("data.prompt_template holds a backslash" in line for line in report) == expected
 
 
-def test_the_report_counts_documents_tokens_targets_and_fill(jsonl: Callable, tokenizer: Tokenizer) -> None:
+def test_the_report_counts_documents_tokens_targets_and_fill(jsonl: Write, tokenizer: Tokenizer) -> None:
     prepared = run(jsonl(*PAIRS), tokenizer, eval_fraction=0.25)
     train, evaluation = prepared.train, prepared.evaluation
     assert evaluation is not None
@@ -388,29 +320,6 @@ def test_the_report_counts_documents_tokens_targets_and_fill(jsonl: Callable, to
             f"  {rows.num_rows:,} rows of 256 tokens, {rows.fill:.1%} full"
         )
         assert line in prepared.report
-
-
-def test_no_prompt_stands_on_both_sides(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    rows = [{"question": f"What is {i % 30}?", "answer": f"Answer {i}"} for i in range(120)]
-    sizes = []
-    for seed in range(5):
-        prepared = run(jsonl(*rows), tokenizer, eval_fraction=0.2, seed=seed)
-        assert prepared.evaluation is not None
-        train, held = prepared.train, prepared.evaluation
-        prompts = [
-            {tuple(side.prompt_and_answer(i)[0]) for i in range(side.num_documents)} for side in (train, held)
-        ]
-        assert not prompts[0] & prompts[1]
-        assert train.num_documents + held.num_documents == 120
-        sizes.append(held.num_documents)
-    assert sizes == [24] * 5
-    once, again = (run(jsonl(*rows), tokenizer, eval_fraction=0.2, seed=1) for _ in range(2))
-    assert once.evaluation is not None
-    assert again.evaluation is not None
-    assert once.train.digest == again.train.digest
-    assert once.evaluation.digest == again.evaluation.digest
-    other = run(jsonl(*rows), tokenizer, eval_fraction=0.2, seed=2)
-    assert other.train.digest != once.train.digest
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=100), st.floats(0.001, 0.999), st.integers(0, 5))
@@ -428,17 +337,8 @@ def test_splits_keep_prompts_whole_and_both_sides_alive(keys: list[int], fractio
     assert abs(held_out.sum() - fraction * len(keys)) <= largest + 1
 
 
-def test_one_long_text_is_held_out_in_chunks(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text("\n".join(f"Line {i} of the book." for i in range(500)))
-    prepared = run(str(path), tokenizer, seq_len=64, eval_fraction=0.1)
-    assert prepared.evaluation is not None
-    chunks = prepared.train.num_documents + prepared.evaluation.num_documents
-    assert prepared.evaluation.num_documents == round(0.1 * chunks)
-
-
 def test_an_evaluation_source_is_read_alike_and_shared_prompts_are_told(
-    jsonl: Callable, tokenizer: Tokenizer
+    jsonl: Write, tokenizer: Tokenizer
 ) -> None:
     held = jsonl(*PAIRS[:3], {"question": "new", "answer": "n"}, name="held.jsonl")
     prepared = run(jsonl(*PAIRS), tokenizer, eval_source=held)
@@ -466,7 +366,7 @@ def test_the_evaluation_source_has_a_split_of_its_own(
         DataConfig(source="a/b", eval_split="test")
 
 
-def test_without_packing_rows_are_documents(jsonl: Callable, tokenizer: Tokenizer) -> None:
+def test_without_packing_rows_are_documents(jsonl: Write, tokenizer: Tokenizer) -> None:
     rows = run(jsonl(*PAIRS), tokenizer, packing=False).train
     assert rows.num_rows == rows.num_documents == len(PAIRS)
     assert rows.most_documents(1) == 2
@@ -475,38 +375,20 @@ def test_without_packing_rows_are_documents(jsonl: Callable, tokenizer: Tokenize
     assert packed.num_target_tokens == rows.num_target_tokens
 
 
-def test_max_rows_bounds_what_is_read(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    assert run(jsonl(*PAIRS), tokenizer, max_rows=7).train.num_documents == 7
-
-
-def test_the_builtin_set_is_ready_to_train_on(tokenizer: Tokenizer) -> None:
-    prepared = run("builtin", tokenizer, max_rows=300, eval_fraction=0.1)
-    assert prepared.evaluation is not None
-    assert prepared.train.num_documents + prepared.evaluation.num_documents == 300
-
-
 REAL = [
-    ("gsm8k_train.jsonl", "models/story_llama", None),
     ("gsm8k_train.jsonl", "tokenizers/titan_2k", None),
-    ("alpaca_en_demo.json", "tokenizers/qwen2", None),
     ("alpaca_en_demo.json", "tokenizers/llama2", None),
     ("rasbt_instruction.json", "tokenizers/mistral_chatml", None),
     ("identity.json", "tokenizers/llama2", MISTRAL),
-    ("openai_messages.jsonl", "tokenizers/titan_2k", None),
     ("openai_messages.jsonl", "models/story_llama", CHATML),
-    ("openai_messages.jsonl", "tokenizers/llama2", LLAMA3),
-    ("glaive_toolcall_en_demo.json", "tokenizers/qwen2", None),
     ("glaive_toolcall_en_demo.json", "tokenizers/qwen2", QWEN3),
-    ("c4_demo.jsonl", "tokenizers/qwen2", None),
-    ("wiki_demo.txt", "models/story_llama", None),
-    ("tinyshakespeare.txt", "tokenizers/titan_2k", None),
     ("multilingual.txt", "tokenizers/llama2", None),
 ]
 
 
 @pytest.mark.parametrize(("file", "folder", "template"), REAL)
 def test_real_files_become_rows_with_every_real_tokenizer(
-    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], file: str, folder: str, template: str | None
+    assets: Path, asset_tokenizer: Load, file: str, folder: str, template: str | None
 ) -> None:
     tokenizer = asset_tokenizer(folder)
     if template is not None:
@@ -528,14 +410,8 @@ def test_real_files_become_rows_with_every_real_tokenizer(
         assert all(len(line) < 300 for line in prepared.report)
 
 
-def test_a_gemma_conversation_learns_up_to_end_of_turn(jsonl: Callable, tokenizer: Tokenizer) -> None:
-    say = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": " a "}]}
-    prepared = run(jsonl(say), tokenizer, chat_template=GEMMA)
-    assert texts(prepared, tokenizer)[0][1] == "a<end_of_turn>"
-
-
 def test_a_tokenizer_without_the_configs_chat_template_is_refused(
-    tokenizer_folder: Callable[..., Path], jsonl: Callable
+    tokenizer_folder: Make, jsonl: Write
 ) -> None:
     cfg = DataConfig(source=jsonl(PAIRS[0]), seq_len=256, cache="none", chat_template=CHATML)
     folder = tokenizer_folder()

@@ -1,7 +1,6 @@
 """Prompts are written as training writes them, and as transformers does."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, PromptsConfig
 from lptune.data import Tokenizer, end_ids, load_tokenizer, prepare, read_prompts
+from tests.helpers.documents import Write
 from tests.helpers.tiny_recipe import make_checkpoint
-
-Write = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -68,23 +66,6 @@ def test_a_prompt_is_what_training_puts_before_the_answer(
     before, answer = packed.prompt_and_answer(0)
     assert len(answer)
     assert ids(chosen, source) == [list(before)]
-
-
-def test_chats_equal_apply_chat_template_of_transformers(
-    folder: Path, tokenizer: Tokenizer, write: Write
-) -> None:
-    import transformers
-
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    messages = ROWS["chat"]["messages"]
-    source = write({"messages": messages}, {"messages": messages[:1]})
-    for number, given in enumerate((messages[:3], messages[:1])):
-        text = theirs.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
-        assert ids(tokenizer, source)[number] == theirs(text, add_special_tokens=False).input_ids
-    system = {"role": "system", "content": "Be brief."}
-    text = theirs.apply_chat_template([system, *messages[:3]], tokenize=False, add_generation_prompt=True)
-    prompts = ids(tokenizer, source, system_prompt="Be brief.")
-    assert prompts[0] == theirs(text, add_special_tokens=False).input_ids
 
 
 def test_raw_text_and_templates_are_continued_as_they_stand(tokenizer: Tokenizer, write: Write) -> None:

@@ -4,7 +4,6 @@ The wording is free; a case lists what must be in the line. What is wrong with f
 run does with all this: tests/cli/test_wrong_inputs.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from lptune.data.detect import detect_format
 from lptune.data.errors import RowError
 from lptune.data.formats import Format
 from lptune.data.sources import Row
+from tests.helpers.documents import Write
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 GOOD = {"role": "assistant", "content": "The capital of France is Paris."}
@@ -164,7 +164,7 @@ def test_a_row_of_another_recipe(
     row: dict[str, Any],
     keys: dict[str, Any],
     said: str,
-    jsonl: Callable[..., str],
+    jsonl: Write,
     chat: Tokenizer,
 ) -> None:
     cfg = DataConfig(source=jsonl(row), **{"seq_len": 256, "cache": "none", **keys})

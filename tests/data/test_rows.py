@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lptune.base.errors import UserError
 from lptune.data import Loader, Rows, documents, evaluation_batches, pack
 from lptune.data.documents import Documents
 from lptune.data.packing import one_document_per_row
@@ -81,16 +80,6 @@ def test_all_rows_together_have_every_target_once(lengths: list[int]) -> None:
     assert rows.fill == sum(lengths) / (rows.num_rows * SEQ_LEN)
 
 
-def test_a_batch_has_the_promised_types_and_constant_shapes() -> None:
-    rows = make_rows([16, 3, 4, 5, 2, 2, 16])
-    shapes = set()
-    for number in range(rows.num_rows):
-        batch = rows.batch([number, EMPTY_ROW]).to("cpu")
-        assert [tensor.dtype for tensor in batch[:5]] == [torch.int64] * 4 + [torch.int32]
-        shapes.add(tuple(tuple(tensor.shape) for tensor in batch[:5]))
-    assert len(shapes) == 1
-
-
 def test_a_row_of_many_documents_does_not_make_every_batch_as_long() -> None:
     # Flash attention's backward takes memory for each slot of `offsets`, and it was the longest row's number
     # of documents times the rows of a batch.
@@ -118,11 +107,6 @@ def test_rows_say_whether_each_is_one_document() -> None:
     alone = next(row for row in range(packed.num_rows) if np.diff(packed.packing.row_offsets)[row] == 1)
     assert not packed.batch([alone]).one_document_per_row
     assert make_rows([16]).batch([0, EMPTY_ROW]).to("cpu").one_document_per_row
-
-
-def test_prompt_and_answer_are_the_documents_tokens() -> None:
-    rows = make_rows([5, 8])
-    assert rows.prompt_and_answer(1) == (list(range(1005, 1009)), list(range(1009, 1013)))
 
 
 def test_the_digest_tells_contents_packing_and_length_apart() -> None:
@@ -188,21 +172,6 @@ def test_epochs_follow_each_other_without_losing_a_row(num_rows: int, num_epochs
         for i in range(3)
     ]
     assert firsts == [1000 + SEQ_LEN * rows.packing.documents[row] for row in seen]
-
-
-def test_a_number_of_ranks_that_does_not_divide_names_those_that_do() -> None:
-    rows = make_rows([4])
-    with pytest.raises(
-        UserError,
-        match="among 4 data ranks; set micro_batch_size=1, or use one of these numbers of ranks: 1, 2, 3, 6",
-    ):
-        Loader(rows, seed=0, global_batch_size=12, micro_batch_size=2, rank=0, num_ranks=4)
-    with pytest.raises(UserError, match=r"among 2 data ranks; set micro_batch_size=8, or use .*: 1$"):
-        Loader(rows, seed=0, global_batch_size=16, micro_batch_size=16, rank=0, num_ranks=2)
-    with pytest.raises(UserError, match="among 5 data ranks; set global_batch_size to a multiple of 5, or"):
-        Loader(rows, seed=0, global_batch_size=12, micro_batch_size=2, rank=0, num_ranks=5)
-    with pytest.raises(UserError, match=r"12 is not a multiple of micro_batch_size \(5\)"):
-        Loader(rows, seed=0, global_batch_size=12, micro_batch_size=5)
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))

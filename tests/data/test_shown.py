@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from lptune.base.text import printable
 from lptune.config import DataConfig
 from lptune.data import Rows, Tokenizer, load_tokenizer, prepare, shown
+from tests.helpers.documents import Load, Make
 
-FolderMaker = Callable[..., Path]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
@@ -37,9 +36,7 @@ def _sgr(text: str) -> str:
     return re.sub(r"\x1b\[\d+m", "", text)
 
 
-def test_brackets_enclose_exactly_what_the_assistant_writes(
-    tokenizer_folder: FolderMaker, tmp_path: Path
-) -> None:
+def test_brackets_enclose_exactly_what_the_assistant_writes(tokenizer_folder: Make, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder(chat_template=CHATML))
     messages = [
         {"role": "user", "content": "你好，世界 🎉"},
@@ -55,18 +52,7 @@ def test_brackets_enclose_exactly_what_the_assistant_writes(
     )
 
 
-def test_colours_mark_targets_context_and_special_tokens(
-    tokenizer_folder: FolderMaker, tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder())
-    rows = _rows(tmp_path, [{"prompt": "two plus two", "response": "four"}], tokenizer, seq_len=64)
-    dim, green, under, no_under, end = "\x1b[2m", "\x1b[32m", "\x1b[4m", "\x1b[24m", "\x1b[0m"
-    assert _text(rows, 0, tokenizer, shown.COLOURS) == (
-        f"{dim}two plus two⏎\n{end}{green}four{under}<|endoftext|>{no_under}{end}"
-    )
-
-
-def test_control_characters_of_the_data_are_escaped(tokenizer_folder: FolderMaker, tmp_path: Path) -> None:
+def test_control_characters_of_the_data_are_escaped(tokenizer_folder: Make, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     hostile = "a\x1b[2Jb\x07\u202ec\r\x9b31m"
     rows = _rows(tmp_path, [{"prompt": hostile, "response": hostile}], tokenizer, seq_len=64)
@@ -78,9 +64,9 @@ def test_control_characters_of_the_data_are_escaped(tokenizer_folder: FolderMake
     assert line.isprintable()
 
 
-@pytest.mark.parametrize("name", ["mistral_chatml", "llama2", "qwen2"])
+@pytest.mark.parametrize("name", ["llama2", "qwen2"])
 def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
-    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], name: str, tmp_path: Path
+    assets: Path, asset_tokenizer: Load, name: str, tmp_path: Path
 ) -> None:
     """Also documents that end within a character, as truncation may leave them."""
     import transformers
@@ -103,7 +89,7 @@ def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
 
 
 def test_the_lines_of_tokens_have_every_id_and_target_of_the_batch(
-    tokenizer_folder: FolderMaker, tmp_path: Path
+    tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     records = [{"prompt": f"Compute {n}", "response": "two plus two" * n} for n in range(1, 6)]

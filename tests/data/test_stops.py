@@ -1,15 +1,15 @@
 """The tokens that the training rows end answers with are found, and no others."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lptune.config import DataConfig, SourceConfig
 from lptune.data import end_ids, learned_stops, load_tokenizer, prepare, prepare_preferences
-from lptune.data import stops as module
+from lptune.data import turns as module
 from tests.helpers.chat_templates import TEMPLATES, config
+from tests.helpers.documents import Make, Write
 
 PAIR = {"prompt": "What is two plus two?", "response": "Two plus two is four."}
 TEXT = {"text": "The capital of France is Paris."}
@@ -29,7 +29,7 @@ MARKS_WITHOUT_END = (
 
 
 @pytest.fixture
-def learned(tokenizer_folder: Callable[..., Path], jsonl: Callable[..., str]) -> Callable[..., set[str]]:
+def learned(tokenizer_folder: Make, jsonl: Write) -> Callable[..., set[str]]:
     """The texts of the tokens that training on `rows` teaches to stop with."""
 
     def find(*rows: Any, template: dict[str, Any] | None = None, **keys: Any) -> set[str]:
@@ -90,7 +90,7 @@ def test_where_prompts_are_learned_too_the_end_is_found_before_the_templates_lin
 
 
 def test_the_place_where_a_document_was_cut_is_no_end(
-    learned: Callable[..., set[str]], tokenizer_folder: Callable[..., Path]
+    learned: Callable[..., set[str]], tokenizer_folder: Make
 ) -> None:
     folder = tokenizer_folder("measured", **CHAT)
     chat = load_tokenizer(folder)
@@ -104,10 +104,7 @@ def test_the_place_where_a_document_was_cut_is_no_end(
 
 @pytest.mark.parametrize("size", [1, 7, 50])
 def test_what_is_found_depends_on_no_piece_or_source(
-    learned: Callable[..., set[str]],
-    jsonl: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
+    learned: Callable[..., set[str]], jsonl: Write, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     monkeypatch.setattr(module, "PIECE_TOKENS", size)
     both = (SourceConfig(source=jsonl(PAIR, PAIR, name="a.jsonl")),
@@ -117,7 +114,7 @@ def test_what_is_found_depends_on_no_piece_or_source(
 
 
 def test_generation_with_a_checkpoint_ends_at_what_its_rows_taught(
-    tokenizer_folder: Callable[..., Path],
+    tokenizer_folder: Make,
 ) -> None:
     import dataclasses
 

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data import Prepared, load_tokenizer, prepare
 from lptune.data.errors import BadRows
-from lptune.data.sources import Row, read_rows
-from lptune.data.structs import StructReader
+from lptune.data.sources import Row, StructReader, read_rows
 from tests.helpers.chat_templates import config
+from tests.helpers.documents import Make, Write
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -76,7 +75,7 @@ def prepared(folder: Path, source: str) -> Prepared:
 
 @pytest.mark.parametrize("template", ["qwen3", "chatml", "by argument", "as text"])
 def test_parquet_gives_the_text_of_json_lines(
-    template: str, tokenizer_folder: Callable[..., Path], jsonl: Callable[..., str], tmp_path: Path
+    template: str, tokenizer_folder: Make, jsonl: Write, tmp_path: Path
 ) -> None:
     source = {"by argument": BY_ARGUMENT, "as text": AS_TEXT}.get(template)
     folder = tokenizer_folder(
@@ -90,8 +89,8 @@ def test_parquet_gives_the_text_of_json_lines(
 
 
 def test_the_hub_gives_the_text_of_json_lines(
-    tokenizer_folder: Callable[..., Path],
-    jsonl: Callable[..., str],
+    tokenizer_folder: Make,
+    jsonl: Write,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import pytest
 import transformers
 
 from lptune.base.errors import UserError
-from lptune.data import ChatTemplate, Tokenizer, hf, load_tokenizer, templates
+from lptune.data import ChatTemplate, hf, load_tokenizer, templates
 from lptune.data.errors import RowError
 from lptune.data.messages import read_messages
-from lptune.data.templates import MAX_CPU_S, MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
+from lptune.data.templates import MAX_OUTPUT_CHARACTERS, MAX_SOURCE_CHARS
 from tests.helpers.chat_templates import (
     CHATML,
     CONVERSATIONS,
@@ -25,6 +24,7 @@ from tests.helpers.chat_templates import (
     TOOLS,
     config,
 )
+from tests.helpers.documents import Load, Make
 from tests.proofs import fuzz_templates, fuzz_tokenizers
 
 
@@ -45,7 +45,7 @@ def accepted(name: str, conversation: str) -> bool:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Callable[..., Path], name: str) -> None:
+def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Make, name: str) -> None:
     folder = tokenizer_folder(**config(name))
     ours = load_tokenizer(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -73,14 +73,7 @@ def test_conversations_with_tools_and_reasoning_render_and_are_told(name: str) -
     assert set(told) <= {"told", "marked by the template", "not renderable"}
 
 
-def test_tools_and_tool_calls_render_as_in_transformers(tokenizer_folder: Callable[..., Path]) -> None:
-    folder = tokenizer_folder(**config("qwen3"))
-    for upto in range(1, len(TOOL_CONVERSATION) + 1):
-        ours, theirs = render_both(folder, TOOL_CONVERSATION[:upto], TOOLS, prompt=False)
-        assert ours == theirs
-
-
-def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Callable[..., Path]) -> None:
+def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Make) -> None:
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TEMPLATES["qwen3"]}]
     folder = tokenizer_folder(chat_template=named, eos_token="<|im_end|>")
     for messages, tools in ((CONVERSATIONS["system"], None), (TOOL_CONVERSATION, TOOLS)):
@@ -88,7 +81,7 @@ def test_named_templates_choose_tool_use_for_tools(tokenizer_folder: Callable[..
         assert ours == theirs
 
 
-def test_a_template_file_wins_over_the_config(tokenizer_folder: Callable[..., Path]) -> None:
+def test_a_template_file_wins_over_the_config(tokenizer_folder: Make) -> None:
     folder = tokenizer_folder(**config("gemma"))
     (folder / "chat_template.jinja").write_text(CHATML + "\n")
     ours, theirs = render_both(folder, CONVERSATIONS["system"], prompt=True)
@@ -98,7 +91,7 @@ def test_a_template_file_wins_over_the_config(tokenizer_folder: Callable[..., Pa
 
 @pytest.mark.parametrize("names", [("default",), ("default", "tool_use"), ("rag",)])
 def test_templates_in_their_own_folder_win_over_the_config(
-    tokenizer_folder: Callable[..., Path], names: tuple[str, ...]
+    tokenizer_folder: Make, names: tuple[str, ...]
 ) -> None:
     folder = tokenizer_folder(**config("gemma"))
     (folder / "additional_chat_templates").mkdir()
@@ -113,16 +106,9 @@ def test_templates_in_their_own_folder_win_over_the_config(
         assert ours == theirs
 
 
-def test_bos_is_written_once(tokenizer_folder: Callable[..., Path]) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder(**config("llama3")))
-    ids = tokenizer.encode(tokenizer.render_chat(CONVERSATIONS["one turn"]), add_special=False)
-    assert ids.count(tokenizer.bos_id) == 1
-    assert ids[0] == tokenizer.bos_id
-
-
 @pytest.mark.parametrize("tokenizer", ["qwen2", "mistral_chatml", "titan_2k"])
 def test_asset_tokenizers_render_their_own_templates_as_transformers_does(
-    assets: Path, asset_tokenizer: Callable[[str], Tokenizer], tokenizer: str
+    assets: Path, asset_tokenizer: Load, tokenizer: str
 ) -> None:
     folder = assets / "tokenizers" / tokenizer
     ours, theirs = (
@@ -137,23 +123,6 @@ def test_asset_tokenizers_render_their_own_templates_as_transformers_does(
     for messages in conversations:
         expected = theirs.apply_chat_template(messages, return_dict=False)
         assert ours.encode(ours.render_chat(messages), add_special=False) == expected
-
-
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3-8b"])
-def test_published_templates_render_as_in_transformers(
-    assets: Path, tokenizer_folder: Callable[..., Path], name: str
-) -> None:
-    import json
-
-    published = json.loads((assets / "configs" / f"{name}.tokenizer_config.json").read_text())
-    folder = tokenizer_folder(chat_template=published["chat_template"], bos_token="<|begin_of_text|>")
-    for messages in CONVERSATIONS.values():
-        ours, theirs = render_both(folder, messages, prompt=True)
-        assert ours == theirs
-    if "tools" in published["chat_template"]:
-        messages = [m for m in TOOL_CONVERSATION if m.get("content") is not None]
-        ours, theirs = render_both(folder, messages, TOOLS, prompt=False)
-        assert ours == theirs
 
 
 def template(source: str) -> ChatTemplate:
@@ -189,24 +158,17 @@ def test_what_goes_wrong_inside_a_template_is_one_message_naming_it(source: str,
 
 
 TWICE = "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
-RUNAWAYS = {
-    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "lists in lists, compared": TWICE
-    + "{% set y = namespace(x=[1]) %}"
-    + TWICE.replace("ns", "other").replace("otherpace", "namespace")
-    + "{{ ns.x == other.x }}",
-    "one call": "{{ 9 ** (9 ** 9) }}",
-}
+RUNAWAYS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 9 ** (9 ** 9) }}",  # one call, which Python cannot interrupt
+)
 
 
-@pytest.mark.parametrize("kind", RUNAWAYS)
-def test_a_template_that_would_run_for_hours_is_stopped_and_named(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_would_run_for_hours_is_stopped_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "MAX_CPU_S", 0.3)
-    with pytest.raises(UserError, match=r"data.chat_template: takes more than 0.3 s on a processor for"):
-        template(RUNAWAYS[kind]).render(ONE)
+    for source in RUNAWAYS:
+        with pytest.raises(UserError, match=r"data.chat_template: takes more than 0.3 s on a processor for"):
+            template(source).render(ONE)
     assert template("{{ messages[0].content }}").render(ONE).text == ONE[0]["content"]  # by a new process
 
 
@@ -214,39 +176,27 @@ def test_a_template_that_would_run_for_hours_is_stopped_and_named(
     "source",
     [
         "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        TWICE + "{{ ns.x }}",
         TWICE + "{{ ns.x | tojson }}",
-        "{{ 'x' | center(9999999999) }}",
-        "{{ '%*d' % (9999999999, 1) }}",
         "{% set long = 'x' * 100000 %}{{ long.replace('', long) }}",
-        "{{ (1).to_bytes(9999999999, 'big') }}",
-        "{{ range(9) | batch(999999999, 'x') | list }}",
-        "{{ strftime_now('%c' * 30000000) }}",
+        "{% set x %}{{ 'x' | center(9999999999) }}{% endset %}{{ x }}",
     ],
 )
 def test_a_template_cannot_make_gigabytes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The limits of a run take 15 seconds to reach.
     monkeypatch.setattr(templates, "MAX_CPU_S", 1.0)
     monkeypatch.setattr(templates, "MAX_MEMORY", 128 * templates.MEBI)
-    with pytest.raises(
-        (RowError, UserError), match=r"MemoryError|writes more than|takes more than|too large"
-    ):
+    with pytest.raises((RowError, UserError), match=r"MemoryError|writes more than|takes more than"):
         template(source).render(ONE)
-    with pytest.raises(
-        (RowError, UserError), match=r"MemoryError|writes more than|takes more than|too large"
-    ):
-        template("{% set x %}" + source + "{% endset %}{{ x }}").render(ONE)
 
 
-def test_the_process_of_templates_ends_when_idle_or_killed_and_starts_again() -> None:
+def test_the_process_of_templates_ends_when_idle_and_starts_again() -> None:
     chat = template("{{ messages[0].content }}")
     assert chat.render(ONE).text == ONE[0]["content"]
-    for number in (signal.SIGALRM, signal.SIGALRM):
-        child = hf._process()._child
-        assert child is not None
-        child.send_signal(number)
-        child.wait()
-        assert chat.render(ONE).text == ONE[0]["content"]
+    child = hf._process()._child
+    assert child is not None
+    child.send_signal(signal.SIGALRM)
+    child.wait()
+    assert chat.render(ONE).text == ONE[0]["content"]
     assert hf._process()._child is not child
 
 
@@ -257,18 +207,6 @@ def test_a_forked_process_asks_a_process_of_its_own() -> None:
         os._exit(int(chat.render(ONE).text != ONE[0]["content"]))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert chat.render(ONE).text == ONE[0]["content"]
-
-
-@pytest.mark.parametrize("number", [67_108_864, 4_155_550_123, -(10**18), 10**300])
-def test_a_large_number_in_a_tool_call_is_written(number: int) -> None:
-    by_argument = (
-        "{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}"
-        "<{{ k }}>{{ v if v is string else v | tojson }}</{{ k }}>{% endfor %}{% endfor %}"
-    )
-    call = {"type": "function", "function": {"name": "f", "arguments": dict.fromkeys("abcdefgh", number)}}
-    messages = [ONE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    chat = template(by_argument)
-    assert chat.render(messages).text.count(f">{number}<") == 8
 
 
 CALLS = (
@@ -293,7 +231,7 @@ def with_call(arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("write", WRITE_TEXT)
 def test_a_template_that_takes_arguments_as_text_gets_the_rows_own(
-    write: str, tokenizer_folder: Callable[..., Path]
+    write: str, tokenizer_folder: Make
 ) -> None:
     folder = tokenizer_folder(chat_template=CALLS.replace("WRITE", write))
     ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
@@ -323,74 +261,15 @@ def test_a_template_that_takes_arguments_as_an_object_gets_one(write: str) -> No
         assert '[f {"city": "Köln"}]' in chat.render(read_messages(messages, "m")).text
 
 
-def test_a_call_in_another_form_is_the_templates_business() -> None:
-    chat = template("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}")
-    for call in ({"name": "f"}, {"function": {"name": "f"}}, {"name": "f", "arguments": {"x": 1}}):
-        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-        assert chat.render(messages).text == str([call])
-
-
-@pytest.mark.parametrize(
-    ("expression", "text"),
-    [
-        ("'%s' % 4155550123", "4155550123"),
-        ('\'%d {"a": {"b": 1}}\' | format(4155550123)', '4155550123 {"a": {"b": 1}}'),
-        ("'{:d} {{}}'.format(4155550123)", "4155550123 {}"),
-        ("4155550123 | center(14)", "  4155550123  "),
-        ("4155550123 | round | int", "4155550123"),
-        ("[4155550123, 1] | join(4155550123)", "415555012341555501231"),
-        ("'short' | truncate(4155550123)", "short"),
-        ("'two words' | wordwrap(4155550123)", "two words"),
-    ],
-)
-def test_a_large_number_that_is_no_count_is_written(expression: str, text: str) -> None:
-    assert template("{{ " + expression + " }}").render(ONE).text == text
-
-
-@pytest.mark.parametrize(
-    "value", ["namespace(x=1)", "'x' * 100000", "[1] * 100000", "messages"], ids=lambda value: value[:9]
-)
-def test_a_value_set_inside_a_loop_or_a_block_is_no_operand_of_a_later_call(value: str) -> None:
-    body = (
-        "{% set own = " + value + " %}{{ messages[0].content.ljust(40) | trim }}"
-        "{{ '{}'.format(messages[0].content) }}{{ messages[0].get('role').upper() }}"
-    )
-    for around in ("{% for m in [1] %}X{% endfor %}", "{% block b %}X{% endblock %}"):
-        text = template(around.replace("X", body)).render(ONE).text
-        assert text == ONE[0]["content"] * 2 + "USER"
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "''.__class__",
-        "'' | attr('__class__')",
-        "[''] | map(attribute='__class__') | first",
-        "'{0.__class__}'.format(1)",
-        "messages.__class__",
-        "strftime_now.__globals__",
-        "raise_exception.__code__",
-        "namespace.__init__.__globals__",
-        "self._TemplateReference__context",
-        "lipsum.__globals__",
-        "cycler.__init__.__globals__",
-        "self.environment",
-    ],
-)
-def test_nothing_of_python_is_within_reach(expression: str) -> None:
-    found = template("{% set found %}{{ " + expression + " }}{% endset %}[{{ found }}]")
-    try:
-        text = found.render(ONE).text
-    except RowError as error:
-        text = str(error)
-    assert re.search(r"^\[\]$|unsafe|undefined", text)
-
-
-def test_a_conversation_of_a_thousand_turns_takes_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(templates, "MAX_CPU_S", MAX_CPU_S / 20)
-    turns = [{"role": role, "content": "word " * 80} for _ in range(500) for role in ("user", "assistant")]
-    for source in TEMPLATES.values():
-        ChatTemplate({"default": source}, {"bos_token": "<s>", "eos_token": "</s>"}).render(turns)
+@pytest.mark.parametrize("of", ["''", "messages", "strftime_now", "self._TemplateReference__context"])
+def test_nothing_of_python_is_within_reach(of: str) -> None:
+    for name in ("__class__", "__init__.__globals__"):
+        found = template("{% set found %}{{ " + f"{of}.{name}" + " }}{% endset %}[{{ found }}]")
+        try:
+            text = found.render(ONE).text
+        except RowError as error:
+            text = str(error)
+        assert re.search(r"^\[\]$|unsafe|undefined", text)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 from lptune.base.errors import UserError
 from lptune.data import Tokenizer, load_tokenizer
 from tests.helpers import cold
+from tests.helpers.documents import Load, Make
 from tests.proofs import fuzz_tokenizers
 
 FOLDERS = [
@@ -31,34 +31,15 @@ CLASSES = (
     "Qwen2Tokenizer", "Qwen3_5Tokenizer", "BertTokenizer", "OursTokenizer",
 )  # fmt: skip
 TRICKY = [
-    "",
-    " ",
-    "  ",
-    "\n",
-    "\n\n a",
-    "hello world",
-    " hello",
-    "  two",
-    "a  b   c",
-    "tab\t\ttab",
-    "▁a ▁",
-    "<s>hello</s>x",
-    "<unk>",
-    "<|im_start|>user\nhi<|im_end|>\n",
-    "<|begin_of_text|>hi <|end_of_text|> x",
-    "<|start_story|>Once<|end_story|> x",
-    "naïve é é",
-    "don't I'LL",
-    "🎉🎉 x",
-    "İstanbul ǅ ﬁ",
-    "१२३ 45",
-    "\u200b\ufeff\u00a0",
-    "�",
-]
+    "", " ", "  ", "\n", "\n\n a", "hello world", " hello", "  two", "a  b   c", "tab\t\ttab", "▁a ▁",
+    "<s>hello</s>x", "<unk>", "<|im_start|>user\nhi<|im_end|>\n", "<|begin_of_text|>hi <|end_of_text|> x",
+    "<|start_story|>Once<|end_story|> x", "naïve é é", "don't I'LL", "🎉🎉 x", "İstanbul ǅ ﬁ", "१२३ 45",
+    "\u200b\ufeff\u00a0", "�", "Zwei 123 4567 Füchse\r\n\r\n  x",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
-def real(assets: Path, asset_tokenizer: Callable[[str], Tokenizer]) -> dict[str, tuple[Tokenizer, object]]:
+def real(assets: Path, asset_tokenizer: Load) -> dict[str, tuple[Tokenizer, object]]:
     return {
         name: (asset_tokenizer(name), transformers.AutoTokenizer.from_pretrained(assets / name))
         for name in FOLDERS
@@ -90,80 +71,6 @@ def test_special_tokens_equal_transformers(real: dict, name: str) -> None:
     assert ours.encode("x") == [*ours.prefix_ids, *ours.encode("x", add_special=False), *ours.suffix_ids]
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_decoding_equals_transformers(real: dict, assets: Path, name: str) -> None:
-    ours, theirs = real[name]
-    for text in (assets / "data" / "multilingual.txt").read_text().splitlines()[:50]:
-        ids = ours.encode(text)
-        expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert ours.decode(ids) == expected
-
-
-@pytest.mark.parametrize("name", [name for name in FOLDERS if "story" not in name])
-@settings(max_examples=60, deadline=None)
-@given(text=st.text(max_size=40))
-def test_ids_equal_transformers_on_any_text(real: dict, name: str, text: str) -> None:
-    ours, theirs = real[name]
-    assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False)
-
-
-@pytest.mark.parametrize(
-    ("declared", "model_type"),
-    [
-        ("Qwen2Tokenizer", "qwen2"),
-        ("PreTrainedTokenizerFast", "qwen2"),
-        ("PreTrainedTokenizerFast", "qwen3"),
-        ("PreTrainedTokenizerFast", "llama"),
-        ("LlamaTokenizerFast", "llama"),
-        ("GPT2Tokenizer", "granite"),
-        ("GPT2TokenizerFast", "smollm3"),
-        ("PreTrainedTokenizerFast", "mistral"),
-        ("LlamaTokenizer", "phi3"),
-        ("PreTrainedTokenizerFast", "olmo2"),
-        ("PreTrainedTokenizerFast", "gemma2"),
-        (None, "llama"),
-        (None, "qwen3"),
-    ],
-)
-def test_every_familys_choice_of_class_is_followed(
-    tokenizer_folder: Callable[..., Path], declared: str | None, model_type: str
-) -> None:
-    folder = tokenizer_folder(tokenizer_class=declared, bos_token="<s>", pad_token="<|endoftext|>")
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    ours, theirs = load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    for text in [*TRICKY, "Zwei 123 4567 Füchse\r\n\r\n  x"]:
-        for special in (True, False):
-            assert ours.encode(text, add_special=special) == theirs.encode(
-                text, add_special_tokens=special
-            ), text
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-@pytest.mark.parametrize("prefix", [None, True, False])
-@pytest.mark.parametrize(
-    ("declared", "model_type"), [("LlamaTokenizer", "llama"), ("GemmaTokenizer", "gemma2")]
-)
-def test_sentencepiece_classes_are_followed(
-    assets: Path, tmp_path: Path, legacy: bool, prefix: bool | None, declared: str, model_type: str
-) -> None:
-    source = assets / "models" / "story_llama"
-    (tmp_path / "tokenizer.json").write_text((source / "tokenizer.json").read_text())
-    config = {
-        "tokenizer_class": declared,
-        "legacy": legacy,
-        "add_prefix_space": prefix,
-        "bos_token": "<unk>",
-        "eos_token": "<unk>",
-        "pad_token": "<unk>",
-        "mask_token": "<unk>",
-    }
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in TRICKY:
-        assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False), text
-
-
 def test_every_class_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     sources = {"bytes": tmp_path / "bytes", "pieces": tmp_path / "pieces"}
     for name, backend in (("bytes", fuzz_tokenizers.byte_level()), ("pieces", fuzz_tokenizers.pieces())):
@@ -187,7 +94,7 @@ def test_every_class_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     ],
 )
 def test_a_class_that_does_more_or_other_than_tokenizer_json_is_refused(
-    tokenizer_folder: Callable[..., Path], config: dict, message: str
+    tokenizer_folder: Make, config: dict, message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_tokenizer(tokenizer_folder(**config))
@@ -195,7 +102,7 @@ def test_a_class_that_does_more_or_other_than_tokenizer_json_is_refused(
 
 
 def test_a_tokenizer_that_would_take_all_memory_is_refused(
-    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tokenizer_folder: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # To fill the limit of a run takes 17 seconds.
     monkeypatch.setattr(importlib.import_module("lptune.data.tokenizer"), "MAX_MEMORY", 512 * 2**20)
@@ -215,7 +122,7 @@ def test_code_llamas_infilling_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_written_where_transformers_writes_it(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
+    tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     folder = tokenizer_folder()
     (folder / "chat_template.jinja").write_text("\ufeff{{ messages[0].content }}")
@@ -231,7 +138,7 @@ def test_a_byte_order_mark_is_written_where_transformers_writes_it(
 
 @pytest.mark.parametrize("name", ["id_rsa", "notes.txt", "link.jinja"])
 def test_a_file_that_is_not_named_a_template_is_not_read_as_one(
-    name: str, tokenizer_folder: Callable[..., Path], tmp_path: Path
+    name: str, tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     secret = tmp_path / ("target" if name == "link.jinja" else name)
     secret.write_text("s3cret")
@@ -245,7 +152,7 @@ def test_a_file_that_is_not_named_a_template_is_not_read_as_one(
 
 
 def test_the_eos_token_falls_back_on_generation_and_model_config(
-    tokenizer_folder: Callable[..., Path],
+    tokenizer_folder: Make,
 ) -> None:
     folder = tokenizer_folder(eos_token=None)
     assert load_tokenizer(folder).eos_id is None
@@ -259,7 +166,7 @@ def test_the_eos_token_falls_back_on_generation_and_model_config(
 
 
 def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
-    tokenizer_folder: Callable[..., Path],
+    tokenizer_folder: Make,
 ) -> None:
     folder = tokenizer_folder(eos_token={"__type": "AddedToken", "content": "</s>"}, pad_token="<bos>")
     (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "pad_token": "<eos>"}')
@@ -279,21 +186,12 @@ def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
         ({"tokenizer.json": "{}"}, "no `model` section"),
         (
             {"tokenizer.json": '{"model": {"type": "BPE", "vocab": 3}}'},
-            "AutoTokenizer of transformers cannot load",
+            "AutoTokenizer of transformers cannot",
         ),
         ({"tokenizer_config.json": "\x00"}, "tokenizer_config.json: cannot be read as JSON"),
-        (
-            {"tokenizer_config.json": "\ufeff{}"},
-            "tokenizer_config.json: cannot be read as JSON: line 1: not valid JSON: Unexpected UTF-8",
-        ),
-        (
-            {"tokenizer_config.json": '{"added_tokens_decoder": {"1": 3}}'},
-            "should be a dictionary or an AddedToken",
-        ),
-        (
-            {"tokenizer_config.json": '{"chat_template": "{% if %}"}'},
-            "tokenizer_config.json: line 1: not a jinja template",
-        ),
+        ({"tokenizer_config.json": "\ufeff{}"}, "tokenizer_config.json: cannot be read as JSON: line 1: "),
+        ({"tokenizer_config.json": '{"added_tokens_decoder": {"1": 3}}'}, "should be a dictionary or"),
+        ({"tokenizer_config.json": '{"chat_template": "{% if %}"}'}, "line 1: not a jinja template"),
         (
             {"tokenizer_config.json": '{"chat_template": [{"name": "rag", "template": "x"}]}'},
             "no chat template named 'default' (found rag)",
@@ -315,14 +213,7 @@ def test_a_broken_folder_is_one_line_naming_the_file(
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no such folder"):
-        load_tokenizer(tmp_path / "nowhere")
-
-
-def test_the_configs_chat_template_is_text_or_a_path_or_none(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_configs_chat_template_is_text_or_a_path_or_none(tokenizer_folder: Make, tmp_path: Path) -> None:
     folder = tokenizer_folder(chat_template="{{ 'own' }}")
     path = tmp_path / "mine.jinja"
     path.write_text("{{ 'file' }}")
@@ -339,7 +230,7 @@ def test_the_configs_chat_template_is_text_or_a_path_or_none(
 
 
 def test_characters_that_vanish_are_found_and_positions_follow(
-    asset_tokenizer: Callable[[str], Tokenizer],
+    asset_tokenizer: Load,
 ) -> None:
     tokenizer = asset_tokenizer("models/story_llama")
     assert tokenizer.alphabet is not None
@@ -355,9 +246,7 @@ def test_characters_that_vanish_are_found_and_positions_follow(
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from("abcé/=% <>|\nTheï_"), max_size=30))
-def test_removing_unknown_characters_changes_no_token(
-    asset_tokenizer: Callable[[str], Tokenizer], text: str
-) -> None:
+def test_removing_unknown_characters_changes_no_token(asset_tokenizer: Load, text: str) -> None:
     tokenizer = asset_tokenizer("models/story_llama")
     assert tokenizer.alphabet is not None
     kept, _ = tokenizer.alphabet.without(text, tokenizer.alphabet.unknown(text), [])
@@ -365,7 +254,7 @@ def test_removing_unknown_characters_changes_no_token(
 
 
 def test_a_continuation_is_tokenized_as_in_the_middle_of_a_text(
-    asset_tokenizer: Callable[[str], Tokenizer],
+    asset_tokenizer: Load,
 ) -> None:
     tokenizer = asset_tokenizer("tokenizers/llama2")
     ids = tokenizer.encode_batch([tokenizer.continuation + "Paris"])[0].ids[1:]
@@ -379,7 +268,7 @@ def test_a_tokenizer_saved_by_tokenizers_alone_loads(tmp_path: Path, tokenizer_j
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.template) == (None, None, 0, None)
 
 
-def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Callable[[str], Tokenizer]) -> None:
+def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Load) -> None:
     alphabet = asset_tokenizer("tokenizers/titan_2k").alphabet
     assert alphabet is not None
     assert alphabet.unknown("a b<|im_end|>\nü") == [1, 13, 14]
@@ -387,7 +276,7 @@ def test_byte_level_tokenizers_that_lack_bytes_say_so(asset_tokenizer: Callable[
         assert asset_tokenizer(f"tokenizers/{name}").alphabet is None
 
 
-def test_a_panic_is_one_line(tokenizer_folder: Callable[..., Path]) -> None:
+def test_a_panic_is_one_line(tokenizer_folder: Make) -> None:
     tokenizer = load_tokenizer(tokenizer_folder())
     tokenizer.backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
@@ -395,22 +284,9 @@ def test_a_panic_is_one_line(tokenizer_folder: Callable[..., Path]) -> None:
             encode("a" * 40 + "c")
 
 
-def test_replacements_that_multiply_a_text_are_refused(tokenizer_folder: Callable[..., Path]) -> None:
-    folder = tokenizer_folder()
-    spec = json.loads((folder / "tokenizer.json").read_text())
-    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-    spec["normalizer"] = {
-        "type": "Sequence",
-        "normalizers": [grow, {"type": "Sequence", "normalizers": [grow]}],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(spec))
-    with pytest.raises(UserError, match="normalizer: its replacements make 100 characters of one"):
-        load_tokenizer(folder)
-
-
 @pytest.mark.parametrize("fault", ["raise RuntimeError('bad ABI')", "import os; os._exit(3)"])
 def test_a_broken_installation_is_not_taken_for_a_broken_checkpoint(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path, fault: str
+    tokenizer_folder: Make, tmp_path: Path, fault: str
 ) -> None:
     folder, package = tokenizer_folder(), tmp_path / "broken" / "transformers"
     package.mkdir(parents=True)
@@ -426,7 +302,7 @@ def test_a_broken_installation_is_not_taken_for_a_broken_checkpoint(
 
 
 def test_no_process_that_loads_renders_and_reads_cached_rows_imports_transformers(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
+    tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     folder = tokenizer_folder(chat_template="{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     row = {"messages": [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y"}]}
@@ -450,7 +326,14 @@ def test_no_process_that_loads_renders_and_reads_cached_rows_imports_transformer
     assert (imported, num_started) == (["[]"], "1")
     assert second == [digest, "[]", "0"], "the second process starts none"
     assert list((tmp_path / "cache").glob("*/manifest.json"))
-    # A damaged answer is asked for again.
-    for kept in (tmp_path / "own/lptune/transformers").iterdir():
-        kept.write_bytes(kept.read_bytes().replace(b"bos", b"sob"))
-    assert cold.run("-c", program, **own).stdout.split() == [digest, "[]", "1"]
+
+
+def test_a_damaged_answer_of_transformers_is_asked_for_again(
+    tokenizer_folder: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tokenizer_folder()
+    first = load_tokenizer(folder)
+    for kept in (tmp_path / "lptune" / "transformers").iterdir():
+        kept.write_bytes(kept.read_bytes().replace(b"endoftext", b"otherwise"))
+    assert load_tokenizer(folder).special_tokens == first.special_tokens

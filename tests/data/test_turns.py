@@ -24,6 +24,7 @@ from tests.helpers.chat_templates import (
     WITHOUT_SPECIAL_TOKENS,
     config,
 )
+from tests.helpers.documents import Make
 
 # What the assistant writes for a content, by template.
 WRITTEN: dict[str, Callable[[str, bool], str]] = {
@@ -54,9 +55,7 @@ def find(folder: Path, messages: list[dict[str, Any]], tools: Any = None) -> tup
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_spans_are_the_assistants_text_and_its_closing_token(
-    tokenizer_folder: Callable[..., Path], name: str
-) -> None:
+def test_spans_are_the_assistants_text_and_its_closing_token(tokenizer_folder: Make, name: str) -> None:
     folder = tokenizer_folder(**config(name))
     for title, messages in CONVERSATIONS.items():
         if name == "gemma" and title == "system":
@@ -79,7 +78,7 @@ def mask_of(folder: Path, messages: list[dict[str, Any]]) -> tuple[list[int], li
 
 
 @pytest.mark.parametrize("title", CONVERSATIONS)
-def test_marks_give_the_mask_of_transformers(tokenizer_folder: Callable[..., Path], title: str) -> None:
+def test_marks_give_the_mask_of_transformers(tokenizer_folder: Make, title: str) -> None:
     folder = tokenizer_folder(**config("chatml_marked"))
     theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
         CONVERSATIONS[title], return_dict=True, return_assistant_tokens_mask=True
@@ -90,7 +89,7 @@ def test_marks_give_the_mask_of_transformers(tokenizer_folder: Callable[..., Pat
 
 
 @pytest.mark.parametrize("title", CONVERSATIONS)
-def test_steps_give_the_mask_of_marks(tokenizer_folder: Callable[..., Path], title: str) -> None:
+def test_steps_give_the_mask_of_marks(tokenizer_folder: Make, title: str) -> None:
     marked = mask_of(tokenizer_folder("marked", **config("chatml_marked")), CONVERSATIONS[title])
     stepwise = mask_of(tokenizer_folder("plain", **config("chatml")), CONVERSATIONS[title])
     assert stepwise == marked
@@ -99,9 +98,7 @@ def test_steps_give_the_mask_of_marks(tokenizer_folder: Callable[..., Path], tit
 @pytest.mark.parametrize(
     "name", ["chatml", "chatml_marked", "llama3", "llama3_always_prompts", "gemma", "qwen3"]
 )
-def test_the_prompt_before_a_turn_is_what_inference_gives(
-    tokenizer_folder: Callable[..., Path], name: str
-) -> None:
+def test_the_prompt_before_a_turn_is_what_inference_gives(tokenizer_folder: Make, name: str) -> None:
     folder = tokenizer_folder(**config(name))
     tokenizer = load_tokenizer(folder)
     messages = CONVERSATIONS["three turns"]
@@ -114,7 +111,7 @@ def test_the_prompt_before_a_turn_is_what_inference_gives(
 
 
 @pytest.mark.parametrize("name", ["chatml", "chatml_marked", "qwen3"])
-def test_an_answer_of_weight_0_is_context_only(tokenizer_folder: Callable[..., Path], name: str) -> None:
+def test_an_answer_of_weight_0_is_context_only(tokenizer_folder: Make, name: str) -> None:
     folder = tokenizer_folder(**config(name))
     messages = [dict(message) for message in CONVERSATIONS["three turns"]]
     text, spans = find(folder, messages)
@@ -123,7 +120,7 @@ def test_an_answer_of_weight_0_is_context_only(tokenizer_folder: Callable[..., P
     assert find(folder, messages) == (text, spans[1:])
 
 
-def test_weights_need_one_mark_per_answer(tokenizer_folder: Callable[..., Path]) -> None:
+def test_weights_need_one_mark_per_answer(tokenizer_folder: Make) -> None:
     last_only = (
         "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -135,15 +132,6 @@ def test_weights_need_one_mark_per_answer(tokenizer_folder: Callable[..., Path])
     next(message for message in messages if message["role"] == "assistant")["weight"] = 0
     with pytest.raises(RowError, match=r"marks 1 spans in . assistant messages.*remove the weight"):
         TurnFinder(template).find(messages)
-
-
-def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer_folder: Callable[..., Path]) -> None:
-    _, spans = find(tokenizer_folder(**config("qwen3")), TOOL_CONVERSATION, TOOLS)
-    assert spans == [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
-        "It is 4.<|im_end|>",
-        "<think>\nThey are polite.\n</think>\n\nYou are welcome.<|im_end|>",
-    ]
 
 
 def test_a_call_that_ends_otherwise_than_an_answer_ends_there() -> None:
@@ -185,78 +173,65 @@ def test_a_call_starts_right_behind_the_prompt_where_answers_start_with_a_space(
     assert turns.follow_prompt == [True] * 3
 
 
-def test_reasoning_that_later_turns_lose_is_not_searched_for(tokenizer_folder: Callable[..., Path]) -> None:
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "<think>\nmore\n</think>\n\nd"},
-    ]
-    folder = tokenizer_folder(**config("qwen3"))
-    template = load_tokenizer(folder).template
-    assert template is not None
-    turns = TurnFinder(template).find(messages)
-    assert [turns.text[a:b] for a, b in turns.spans] == [
-        "b<|im_end|>",
-        "<think>\nmore\n</think>\n\nd<|im_end|>",
-    ]
-    assert turns.num_rewritten == 1
+def said(*contents: str, **last: str) -> list[dict[str, Any]]:
+    """Turns of user and assistant; more keys of the last one."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(contents)]
+    return [*turns[:-1], turns[-1] | last]
 
 
-def test_a_prompt_that_opens_reasoning_is_no_part_of_the_turn(tokenizer_folder: Callable[..., Path]) -> None:
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>\nlong thoughts\n</think>\n\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "reasoning_content": "more", "content": "d"},
-    ]
-    spans = find(tokenizer_folder("thinking", **config("qwen3_thinking")), messages)[1]
-    assert spans == ["b<|im_end|>", "more\n</think>\n\nd<|im_end|>"]
-    spans = find(tokenizer_folder("r1", **config("r1")), messages)[1]
-    assert spans == ["\n\nb</s>", "d</s>"]
-
-
-def test_a_prompt_that_closes_its_reasoning_parts_from_a_turn_that_shows_some(
-    tokenizer_folder: Callable[..., Path],
-) -> None:
-    silent = QWEN3.replace("{%- if enable_thinking is false %}", "{%- if true %}")
-    folder = tokenizer_folder(chat_template=silent, eos_token="<|im_end|>")
-    inline = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "<think>\nfirst\n</think>\n\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "assistant", "content": "<think>\nsecond\n</think>\n\nd"},
-    ]
-    apart = [*inline[:3], {"role": "assistant", "reasoning_content": "second", "content": "d"}]
-    for messages in (inline, apart):
-        assert find(folder, messages)[1] == ["b<|im_end|>", "second\n</think>\n\nd<|im_end|>"]
-
-
-def test_turns_under_a_prompt_that_opens_reasoning_hold_tool_calls(
-    tokenizer_folder: Callable[..., Path],
-) -> None:
-    _, spans = find(tokenizer_folder(**config("qwen3_thinking")), TOOL_CONVERSATION, TOOLS)
-    assert spans == [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>',
-        "It is 4.<|im_end|>",
-        "They are polite.\n</think>\n\nYou are welcome.<|im_end|>",
-    ]
-
-
+THOUGHTS = said("a", "<think>\nlong\n</think>\n\nb", "c", "<think>\nmore\n</think>\n\nd")
+APART = said("a", "<think>\nlong\n</think>\n\nb", "c", "d", reasoning_content="more")
 TWO_CLOSINGS = CONVERSATIONS["three turns"].copy()
 TWO_CLOSINGS[1] = {"role": "assistant", "content": "<think>\nx\n</think>\n\nsay <|im_end|> twice"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 2}}\n</tool_call><|im_end|>'
+SILENT = QWEN3.replace("{%- if enable_thinking is false %}", "{%- if true %}")  # its prompt closes reasoning
+SPANS: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
+    "reasoning that later turns lose": (
+        "qwen3", THOUGHTS, ["b<|im_end|>", "<think>\nmore\n</think>\n\nd<|im_end|>"],
+    ),
+    "a prompt that opens reasoning": (
+        "qwen3_thinking", APART, ["b<|im_end|>", "more\n</think>\n\nd<|im_end|>"],
+    ),
+    "no turn shows reasoning": ("r1", APART, ["\n\nb</s>", "d</s>"]),
+    "a prompt that closes its reasoning, and a turn that shows some": (
+        SILENT, THOUGHTS, ["b<|im_end|>", "more\n</think>\n\nd<|im_end|>"],
+    ),
+    "the same, apart": (SILENT, APART, ["b<|im_end|>", "more\n</think>\n\nd<|im_end|>"]),
+    "calls, not their results": (
+        "qwen3", TOOL_CONVERSATION,
+        [CALL, "It is 4.<|im_end|>", "<think>\nThey are polite.\n</think>\n\nYou are welcome.<|im_end|>"],
+    ),
+    "calls under a prompt that opens reasoning": (
+        "qwen3_thinking", TOOL_CONVERSATION,
+        [CALL, "It is 4.<|im_end|>", "They are polite.\n</think>\n\nYou are welcome.<|im_end|>"],
+    ),
+    "a closing token inside a rewritten turn": (
+        "qwen3", TWO_CLOSINGS,
+        ["say <|im_end|> twice<|im_end|>", "4<|im_end|>", WRITTEN["qwen3"]("It is 6.", True)],
+    ),
+    "the same under a prompt that opens reasoning": (
+        "qwen3_thinking", TWO_CLOSINGS,
+        ["say <|im_end|> twice<|im_end|>", "4<|im_end|>", WRITTEN["qwen3_thinking"]("It is 6.", True)],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_thinking"])
-def test_a_closing_token_inside_a_rewritten_turn_does_not_end_it(
-    tokenizer_folder: Callable[..., Path], name: str
-) -> None:
-    spans = find(tokenizer_folder(**config(name)), TWO_CLOSINGS)[1]
-    assert spans == ["say <|im_end|> twice<|im_end|>", "4<|im_end|>", WRITTEN[name]("It is 6.", True)]
+@pytest.mark.parametrize("case", SPANS)
+def test_turns_that_the_template_rewrites_are_found_exactly(tokenizer_folder: Make, case: str) -> None:
+    name, messages, spans = SPANS[case]
+    keys = config(name) if name in TEMPLATES else {"chat_template": name, "eos_token": "<|im_end|>"}
+    tools = TOOLS if messages is TOOL_CONVERSATION else None
+    assert find(tokenizer_folder(**keys), messages, tools)[1] == spans
+
+
+def test_rewritten_turns_are_counted(tokenizer_folder: Make) -> None:
+    template = load_tokenizer(tokenizer_folder(**config("qwen3"))).template
+    assert template is not None
+    assert TurnFinder(template).find(THOUGHTS).num_rewritten == 1
 
 
 def test_a_closing_token_inside_a_rewritten_turn_is_refused_where_no_other_content_fits(
-    tokenizer_folder: Callable[..., Path],
+    tokenizer_folder: Make,
 ) -> None:
     start = "{%- for message in messages %}\n"
     refusing = (
@@ -269,9 +244,7 @@ def test_a_closing_token_inside_a_rewritten_turn_is_refused_where_no_other_conte
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "chatml_without_prompt"])
-def test_a_closing_token_inside_a_turn_does_not_end_it(
-    tokenizer_folder: Callable[..., Path], name: str
-) -> None:
+def test_a_closing_token_inside_a_turn_does_not_end_it(tokenizer_folder: Make, name: str) -> None:
     messages = CONVERSATIONS["three turns"].copy()
     messages[1] = {"role": "assistant", "content": "say <|im_end|><|eot_id|>\n twice"}
     spans = find(tokenizer_folder(**config(name)), messages)[1]
@@ -279,7 +252,7 @@ def test_a_closing_token_inside_a_turn_does_not_end_it(
     assert len(spans) == 3
 
 
-def test_consecutive_and_leading_assistant_messages(tokenizer_folder: Callable[..., Path]) -> None:
+def test_consecutive_and_leading_assistant_messages(tokenizer_folder: Make) -> None:
     said = (("assistant", "Welcome"), ("user", "hi"), ("assistant", "a"), ("assistant", "b"))
     messages = [{"role": role, "content": content} for role, content in said]
     for name in ("chatml", "llama3", "gemma", "chatml_without_prompt", "llama3_always_prompts"):
@@ -329,7 +302,7 @@ def test_a_template_that_closes_the_last_turn_alone_teaches_to_stop() -> None:
 
 
 def test_spans_agree_with_a_search_for_each_content_on_real_conversations(
-    assets: Path, tokenizer_folder: Callable[..., Path]
+    assets: Path, tokenizer_folder: Make
 ) -> None:
     import json
 

@@ -1,7 +1,6 @@
 """What a chat template leaves out of a conversation is named, and nothing else is."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig, PromptsConfig
 from lptune.data import ChatTemplate, Prepared, PromptWriter, load_tokenizer, prepare
 from lptune.data.sources import Row
-from lptune.data.unwritten import UnwrittenFinder
+from lptune.data.turns import UnwrittenFinder
 from tests.helpers.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
+from tests.helpers.documents import Make
 
 ONLY_LAST = "{{ messages[-1].content }}{{ '' if messages[-1].tool_calls is defined }}"
 
@@ -54,7 +54,7 @@ def run(folder: Path, tmp_path: Path, rows: list[list[dict[str, Any]]], **keys: 
     return prepare(DataConfig(source=str(path), seq_len=256, **keys), tokenizer, seed=0, vocab_size=600)
 
 
-def test_the_report_counts_what_is_left_out(tokenizer_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_report_counts_what_is_left_out(tokenizer_folder: Make, tmp_path: Path) -> None:
     folder = tokenizer_folder(**config("user_and_assistant"))
     tool = [
         CONVERSATIONS["one turn"][0],
@@ -68,9 +68,7 @@ def test_the_report_counts_what_is_left_out(tokenizer_folder: Callable[..., Path
     assert not any("does not write" in line for line in report)
 
 
-def test_a_system_prompt_that_is_never_written_is_an_error(
-    tokenizer_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_system_prompt_that_is_never_written_is_an_error(tokenizer_folder: Make, tmp_path: Path) -> None:
     silent = tokenizer_folder("silent", **config("user_and_assistant"))
     chatml = tokenizer_folder("chatml", **config("chatml"))
     plain, own = CONVERSATIONS["one turn"], CONVERSATIONS["system"]
@@ -85,7 +83,7 @@ def test_a_system_prompt_that_is_never_written_is_an_error(
 
 @pytest.mark.parametrize("condition", ["tools and m.tool_calls", "m.tool_calls and not m.content"])
 def test_each_call_that_a_condition_leaves_out_is_text_in_training_and_in_prompts(
-    condition: str, tokenizer_folder: Callable[..., Path], tmp_path: Path
+    condition: str, tokenizer_folder: Make, tmp_path: Path
 ) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

@@ -23,26 +23,9 @@ if importlib.util.find_spec("lm_eval") is None:
     pytest.skip("lm_eval is not installed: the extra `eval`", allow_module_level=True)
 
 WORDS = [
-    "Once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "a",
-    "little",
-    "girl",
-    "who",
-    "liked",
-    "to",
-    "play",
-    "with",
-    "her",
-    "dog",
-    "in",
-    "the",
-    "park",
-]
+    "Once", "upon", "a", "time", "there", "was", "a", "little", "girl", "who", "liked", "to", "play", "with",
+    "her", "dog", "in", "the", "park",
+]  # fmt: skip
 TASKS = {
     "mc": """
         fewshot_split: test

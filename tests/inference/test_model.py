@@ -11,13 +11,14 @@ import torch
 from lptune import data, distributed, models
 from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
+from lptune.distributed import World
 from lptune.inference import LoadedModel, load_model
 from tests.helpers import warm
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
+def world() -> Iterator[World]:
     with distributed.session("cpu") as world:
         yield world
 
@@ -27,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
 
 
-def load(path: Path, world: distributed.World, kind: str = "none", dtype: str = "float32") -> LoadedModel:
+def load(path: Path, world: World, kind: str = "none", dtype: str = "float32") -> LoadedModel:
     precision = PrecisionConfig(kind=kind, emulate=not kind.startswith("int8"))
     return load_model(str(path), precision, dtype, world, num_tokens=8)
 
@@ -59,7 +60,7 @@ def held_out_loss(loaded: LoadedModel, run: Path) -> float:
 
 @pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only", "float8_delayed"])
 def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
-    world: distributed.World, folder: Path, tmp_path: Path, kind: str
+    world: World, folder: Path, tmp_path: Path, kind: str
 ) -> None:
     keys = ("compute_dtype=bfloat16", f"precision.emulate={str(kind == 'float8_delayed').lower()}")
     keys += ("data.chat_template=none",) if kind == "int8_weight_only" else ()
@@ -77,9 +78,7 @@ def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
             assert torch.equal(ours, same)
 
 
-def test_a_path_that_is_no_model_gets_one_line(
-    world: distributed.World, folder: Path, tmp_path: Path
-) -> None:
+def test_a_path_that_is_no_model_gets_one_line(world: World, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="is the folder of a run that has no checkpoint yet"):
         load(tmp_path / "empty", world)

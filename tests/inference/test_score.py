@@ -11,6 +11,7 @@ import torch
 from lptune import distributed
 from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
+from lptune.distributed import World
 from lptune.inference import LoadedModel, Pair, Scored, load_model, score
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_recipe import make_checkpoint
@@ -24,13 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
+def world() -> Iterator[World]:
     with distributed.session("cpu") as world:
         yield world
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path, world: distributed.World) -> LoadedModel:
+def loaded(folder: Path, world: World) -> LoadedModel:
     return load_model(str(folder), PrecisionConfig(), "float32", world, num_tokens=8)
 
 
@@ -47,7 +48,7 @@ def make_pairs() -> list[Pair]:
 
 
 def test_scores_are_those_of_transformers_and_long_contexts_lose_their_beginning(
-    folder: Path, loaded: LoadedModel, world: distributed.World
+    folder: Path, loaded: LoadedModel, world: World
 ) -> None:
     import transformers
 
@@ -72,7 +73,7 @@ def test_scores_are_those_of_transformers_and_long_contexts_lose_their_beginning
 
 
 def test_continuations_that_share_a_row_cost_one_forward(
-    loaded: LoadedModel, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = []
     extend = loaded.model.model.extend

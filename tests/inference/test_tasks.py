@@ -9,18 +9,19 @@ import pytest
 from lptune import data, distributed
 from lptune.base.errors import UserError
 from lptune.config import HarnessConfig
+from lptune.distributed import World
 from lptune.inference import read_tasks
 from tests.helpers.tiny_recipe import make_checkpoint
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[distributed.World]:
+def world() -> Iterator[World]:
     with distributed.session("cpu") as world:
         yield world
 
 
 def test_without_lm_eval_one_line_says_what_to_install(
-    tmp_path: Path, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = data.load_tokenizer(make_checkpoint(tmp_path / "tiny"))
     assert read_tasks(HarnessConfig(), tokenizer, world) is None

@@ -24,8 +24,7 @@ from lptune.base.errors import UserError
 from lptune.cli import recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, SamplingConfig, load_config
 from lptune.inference import load_model
-from lptune.inference.answer import Answer
-from lptune.inference.decode import decode
+from lptune.inference.decode import Answer, decode
 from lptune.inference.sampling import Sampler
 from lptune.inference.score import Pair, score
 from lptune.models.backbone import ChunkLoss

@@ -289,7 +289,7 @@ FAULTS = [
         "data/test_rows.py",
     ),
     Fault(
-        "data/loader.py",
+        "data/rows.py",
         "start = step * self.global_batch_size + self.rank * self.micro_batches_per_rank * size",
         "start = step * self.global_batch_size",
         "data/test_rows.py",
@@ -315,7 +315,7 @@ FAULTS = [
         "NaN, Infinity and 1e400 in arguments were learned as no JSON",
     ),
     Fault(
-        "data/structs.py",
+        "data/sources.py",
         "if self._types.is_float32(type_) or self._types.is_float16(type_):",
         "if self._types.is_float16(type_):",
         "data/test_structs.py data/test_sources.py",
