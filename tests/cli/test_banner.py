@@ -8,8 +8,6 @@ import pytest
 
 from lptune.cli import banner, catalog
 from lptune.config import FinetuneConfig, load_config
-from tests.base.test_progress import terminal
-from tests.cli.conftest import Command, Lptune
 from tests.helpers import cold
 
 TOY = """
@@ -72,38 +70,18 @@ def test_the_banner_fits_80_columns_whatever_the_number_of_sources() -> None:
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.parametrize("flags", [(), ("--nproc-per-node=2",), ("--standalone", "--nproc-per-node=2")])
-def test_a_launch_prints_one_banner(lptune: Lptune, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    done = lptune("run", *flags, *_written(tmp_path))
+@pytest.mark.parametrize("torchrun", [(), ("--nproc-per-node=2",), cold.TORCHRUN])
+def test_a_launch_prints_one_banner(tmp_path: Path, torchrun: tuple[str, ...]) -> None:
+    if torchrun == cold.TORCHRUN:
+        done = cold.run(
+            *torchrun, "--nproc-per-node=2", *cold.LPTUNE, "run", *_written(tmp_path), folder=tmp_path
+        )
+    else:
+        done = cold.run(*cold.LPTUNE, "run", *torchrun, *_written(tmp_path), folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line[:6] for line in done.stdout.splitlines()].count("recipe") == 1
     assert done.stdout.startswith("recipe")
     assert done.stdout.count("loading torch ...") == 1
-
-
-def test_under_plain_torchrun_rank_0_prints_the_banner(tmp_path: Path) -> None:
-    torchrun = (*cold.TORCHRUN, "--nproc-per-node=2", *cold.LPTUNE)
-    done = cold.run(*torchrun, "run", *_written(tmp_path), folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("recipe     toy.py, config toy.yaml\n") == 1
-
-
-def test_a_recipe_that_does_not_train_prints_none(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "toy.py").write_text(TOY.replace("FinetuneConfig", "GenerateConfig"))
-    code, stdout, _ = command("run", "toy.py", "--config", "generation", "model.path=a")
-    assert (code, stdout) == (0, "")
-
-
-def test_a_run_that_does_not_train_shows_the_import_of_torch_on_a_terminal_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with terminal() as screen:
-        with banner.phase(object(), "loading torch"):
-            assert screen.lines() == ["loading torch ..."]
-        assert screen.lines() == []
-    with banner.phase(object(), "loading torch"):
-        pass
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

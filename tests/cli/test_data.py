@@ -78,20 +78,12 @@ def test_a_row_a_document_and_held_out_rows_can_be_chosen(command: Command, keys
         (["--document", "20"], "--document: 20 is not there; they are numbered 0 to 19"),
         (["--row", "1", "--document", "1"], "exclude each other"),
         (["--held-out"], "--held-out: nothing is held out; set data.eval_fraction or data.eval_source"),
-        (["model.path=nowhere"], "model.path: nowhere is not a folder; `lptune download` fetches one"),
-        (["data.source=gone.jsonl"], "gone.jsonl: no such file"),
-        (["data.soruce=rows.jsonl"], "unknown key 'data.soruce' (did you mean 'data.source'?)"),
-        (["data.prompt_column=q"], "data.prompt_column"),
     ],
 )
 def test_a_mistake_is_one_line(command: Command, keys: list[str], arguments: list[str], message: str) -> None:
     code, _, stderr = command("data", *keys, *arguments)
     assert (code, stderr.count("\n")) == (2, 1)
     assert message in stderr
-
-
-def test_without_a_config_it_says_so(command: Command) -> None:
-    assert command("data")[0] == 2
 
 
 def test_it_needs_no_torch_and_colours_a_terminal_only(keys: list[str], tmp_path: Path) -> None:

@@ -1,16 +1,11 @@
 """`lptune ls`: sizes, memory and hub ids of the configs, in any width of a terminal."""
 
 import ast
-import os
-import pty
-from pathlib import Path
-
-import pytest
 
 from lptune.cli import catalog
-from lptune.cli.ls import count_text, needs, num_weights, row
+from lptune.cli.ls import ls, needs, num_weights, row
+from tests.base.test_progress import terminal
 from tests.cli.conftest import Command
-from tests.helpers import cold
 
 
 def blocks(stdout: str) -> dict[str, list[str]]:
@@ -78,19 +73,6 @@ def test_words_choose_a_recipe_or_configs(command: Command) -> None:
     assert "(did you mean 'gemma" in stderr
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (268_098_176, "268 M"),
-        (999_885_952, "1.00 B"),
-        (1_235_814_400, "1.24 B"),
-        (70_553_706_496, "70.6 B"),
-    ],
-)
-def test_counts_have_three_digits(number: int, text: str) -> None:
-    assert count_text(number) == text
-
-
 def test_the_gpu_holds_18_bytes_of_each_weight_and_leaves_a_tenth_free() -> None:
     assert needs(10**9) == "≥ 24 GB"  # 18 GB of 21.6
     assert needs(1_200_000_000) == "≥ 24 GB"  # 21.6 GB
@@ -100,44 +82,12 @@ def test_the_gpu_holds_18_bytes_of_each_weight_and_leaves_a_tenth_free() -> None
     assert needs(70_553_706_496) == "≥ 16 x 80 GB"  # 1129 GB, 72 on each
 
 
-def on_terminal(width: int, folder: Path) -> str:
-    """What `lptune ls` prints on a terminal of this width."""
-    parent, child = pty.openpty()
-    columns = {"COLUMNS": str(width)}
-    with cold.start(
-        "-m", "lptune", "ls", folder=folder, variables=columns, stdout=child, stderr=child
-    ) as process:
-        os.close(child)
-        parts = []
-        while True:
-            try:
-                part = os.read(parent, 65536)
-            except OSError:  # Linux: the other end is closed
-                break
-            if not part:
-                break
-            parts.append(part)
-    os.close(parent)
-    assert process.returncode == 0
-    return b"".join(parts).decode().replace("\r\n", "\n")
-
-
-def test_lines_fit_a_terminal_and_stay_whole_in_a_pipe(command: Command, tmp_path: Path) -> None:
-    shown = on_terminal(80, tmp_path)
-    assert max(map(len, shown.splitlines())) <= 80
-    piped = command("ls")[1]
-    assert "…" in shown.splitlines()[0]
-    assert "…" not in piped.splitlines()[0]
+def test_lines_fit_a_terminal_and_stay_whole_in_a_pipe(command: Command) -> None:
+    with terminal() as screen:
+        ls.main([], standalone_mode=False)
+    shown, piped = screen.getvalue().splitlines(), command("ls")[1].splitlines()
+    assert max(map(len, shown)) <= 80
+    assert "…" in shown[0]
+    assert "…" not in piped[0]
     # No column of a config is cut at 80, only sentences.
-    assert [line for line in shown.splitlines() if " GB  " in line] == [
-        line for line in piped.splitlines() if " GB  " in line
-    ]
-
-
-def test_ls_imports_no_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom lptune.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\nfinally:\n    print('TORCH', 'torch' in sys.modules)\n"
-    )
-    done = cold.run("-c", program, "ls", "gemma", folder=tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "TORCH False"), done.stderr
+    assert [line for line in shown if " GB  " in line] == [line for line in piped if " GB  " in line]

@@ -3,6 +3,7 @@ without torch.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ import pytest
 from lptune import checkpoint
 from lptune.base.errors import UserError
 from tests.cli.conftest import Command, write_model
-from tests.helpers import cold
 
 CONFIG = "model: {path: m}\ndata: {source: builtin}\ndevice: cpu\n"
 
@@ -26,38 +26,13 @@ def _keys(**keys: Any) -> Callable[[Path], object]:
     return change
 
 
-def _index(folder: Path) -> None:
-    weight_map = {"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}
-    (folder / "model.safetensors").rename(folder / "a.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def _int8(folder: Path) -> None:
-    header = json.dumps({"w": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-
-
-def _cut(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:40])
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [
         (_keys(model_type="gpt_neox"), "m/config.json: model_type: 'gpt_neox' is not supported"),
-        (_keys(model_type="gemma3", text_config={}), "'gemma3' is multimodal"),
-        (_keys(text_config={}), "text_config: a model inside another is not supported"),
-        (_keys(quantization_config={"quant_method": "gptq"}), "the checkpoint is quantized (gptq)"),
-        (_keys(num_experts=8), "mixtures of experts are not supported"),
         (_keys(hidden_size="64"), "hidden_size: expected an integer"),
-        (lambda m: (m / "config.json").unlink(), "m/config.json: not found"),
-        (lambda m: (m / "config.json").write_text("{"), "m/config.json: line 1: not valid JSON"),
         (lambda m: (m / "model.safetensors").unlink(), "m: holds no *.safetensors file"),
-        (lambda m: (m / "model.safetensors").rename(m / "pytorch_model.bin"), "only pickled weights"),
-        (_cut, "m/model.safetensors: is no readable safetensors file"),
-        (_int8, "tensor 'w' is stored as I8"),
-        (_index, "names b.safetensors, which is not in the folder"),
+        (lambda m: os.truncate(m / "model.safetensors", 40), "m/model.safetensors: is no readable"),
         (shutil.rmtree, ""),
     ],
 )
@@ -108,19 +83,3 @@ def test_the_model_of_an_own_recipe_is_the_recipes_business(command: Command) ->
     _keys(model_type="gpt_neox")(write_model(Path("m")))
     assert command("cp", "full_finetune", "mine.py")[0] == 0
     assert command("validate", "mine.py", "--config", "c.yaml")[0] == 0
-
-
-@pytest.mark.parametrize(
-    "arguments", [["validate", "full_finetune"], ["run", "full_finetune"], ["plan"], ["advise"]], ids="-".join
-)
-def test_a_family_is_refused_before_torch_is_imported(tmp_path: Path, arguments: list[str]) -> None:
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    _keys(model_type="gpt_neox")(write_model(tmp_path / "m"))
-    program = (
-        "import sys\nfrom lptune.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
-        "finally:\n    print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
-    )
-    done = cold.run("-c", program, *arguments, "--config", "c.yaml", folder=tmp_path)
-    assert done.returncode == 2
-    assert "'gpt_neox' is not supported" in done.stderr
-    assert done.stdout == "[]\n"

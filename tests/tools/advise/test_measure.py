@@ -59,28 +59,6 @@ def test_after_the_time_nothing_new_begins_but_the_largest_group_is_timed(world:
     assert found.groups[0].label == "gate,up"
 
 
-@pytest.mark.parametrize(
-    ("flops", "rows", "seq_len"), [(1e15, 4, 32), (4e9, 2, 32), (1e9, 1, 16), (1.0, 1, 64)]
-)
-def test_fewer_tokens_are_timed_where_the_device_is_slow(
-    flops: float, rows: int, seq_len: int, world: distributed.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "_flops", lambda *_: flops)
-    monkeypatch.setattr(measure, "_LEAST_TOKENS", 8)
-    block, head = measure._weights(TINY)
-    found = measure._timed_rows(CFG, TINY, 2, 1.0, world.device)
-    if flops == 1.0:
-        assert found == (1, 8)
-        return
-    assert found[0] <= 4
-    assert found[1] <= 32
-    passes = 6 * (2 * block + head + 3 * block)  # four rounds and two to warm up; none and two kinds
-    assert 6 * passes * found[0] * found[1] <= 0.5 * flops or found == (1, 8)
-    # The next larger micro-batch would take more than half of the time.
-    if found != (4, 32):
-        assert 6 * passes * 2 * found[0] * found[1] > 0.5 * flops
-
-
 def test_a_model_that_does_not_fit_is_refused_in_one_line(
     world: distributed.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,3 +78,15 @@ def test_options_that_a_kind_does_not_have_are_left_out() -> None:
     assert other.grad_weight == "low"
     small = dataclasses.replace(given, skip_small=True)
     assert not measure.precision_of(small, "int8_rowcol").skip_small
+
+
+@pytest.mark.parametrize(
+    ("flops", "rows", "seq_len"), [(1e15, 4, 32), (1e9, 2, 32), (5e8, 1, 32), (1.0, 1, 8)]
+)
+def test_fewer_tokens_are_timed_where_the_device_is_slow(
+    flops: float, rows: int, seq_len: int, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest micro-batch that takes at most half of the time, in none and two kinds."""
+    monkeypatch.setattr(measure, "_flops", lambda *_: flops)
+    monkeypatch.setattr(measure, "_LEAST_TOKENS", 8)
+    assert measure._timed_rows(CFG, TINY, 2, 1.0, world.device) == (rows, seq_len)

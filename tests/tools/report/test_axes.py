@@ -58,23 +58,12 @@ def test_a_log_axis_is_taken_where_a_few_values_dwarf_the_rest() -> None:
     assert not axes.needs_log(np.array([1.0]))
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e100, -1e100, 1e-100])
-def test_one_value_gets_an_axis_around_it(value: float) -> None:
-    axis = axes.linear(value, value)
-    assert axis.low < axis.high
-    assert 0 <= axis.place(np.array([value]))[0] <= 1
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
+def test_a_number_in_a_table_has_four_digits() -> None:
+    for value, text in (
         (0, "0"),
         (0.73123, "0.7312"),
         (12345.6, "12,346"),
         (3e-5, "3e-5"),
         (2.5e12, "2.5e12"),
-        (-1234, "-1,234"),
-    ],
-)
-def test_a_number_in_a_table_has_four_digits(value: float, text: str) -> None:
-    assert axes.number(value) == text
+    ):
+        assert axes.number(value) == text
