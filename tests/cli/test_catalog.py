@@ -13,29 +13,6 @@ from tests.cli.conftest import Command, write_model
 GOOD = "model: {path: a}\ndata: {source: builtin}\n"
 
 
-def test_ls_puts_a_config_below_the_recipe_that_its_comment_runs(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("one", "two"):
-        (tmp_path / "recipes").mkdir(exist_ok=True)
-        (tmp_path / "recipes" / f"{name}.py").write_text(f'"""Recipe {name}."""\n')
-    (tmp_path / "configs" / "a").mkdir(parents=True)
-    text = "# X: small,\n# quick. Nothing else.\n#\n#   lptune run two --config a/x\nseed: 1\n"
-    (tmp_path / "configs/a/x.yaml").write_text(text)
-    (tmp_path / "configs/a/y.yaml").write_text("#   lptune run one --config a/y\n")
-    monkeypatch.setattr(catalog, "folder", lambda kind: tmp_path / kind)
-    shown = "one  Recipe one.\n  a/y  lptune run one --config a/y\ntwo  Recipe two.\n  a/x  X: small, quick\n"
-    assert command("ls") == (0, shown, "")
-
-
-def test_cat_prints_the_file(command: Command) -> None:
-    for name, path in (
-        ("full_finetune", catalog.recipes()["full_finetune"]),
-        ("qwen3/8b", catalog.configs()["qwen3/8b"]),
-    ):
-        assert command("cat", name) == (0, path.read_text(), "")
-
-
 def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the_other(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

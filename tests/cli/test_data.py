@@ -1,9 +1,6 @@
 """`lptune data`: what it prints, by which order of rows, and that it needs neither weights nor torch."""
 
 import json
-import os
-import pty
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -86,7 +83,7 @@ def test_a_mistake_is_one_line(command: Command, keys: list[str], arguments: lis
     assert message in stderr
 
 
-def test_it_needs_no_torch_and_colours_a_terminal_only(keys: list[str], tmp_path: Path) -> None:
+def test_it_needs_no_torch(keys: list[str], tmp_path: Path) -> None:
     program = (
         "import sys\nfrom lptune.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nfinally:\n    print('TORCH', 'torch' in sys.modules)\n"
@@ -95,23 +92,10 @@ def test_it_needs_no_torch_and_colours_a_terminal_only(keys: list[str], tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "TORCH False"
 
+
+def test_a_terminal_gets_colours_and_no_escape_of_a_row(keys: list[str], tmp_path: Path) -> None:
     for variables, is_coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
-        ours, theirs = pty.openpty()
-        environment = cold.environment() | variables
-        process = subprocess.Popen(
-            cold.command(*cold.LPTUNE, "data", *keys), cwd=tmp_path, env=environment, stdout=theirs
-        )
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += (part := os.read(ours, 65536))
-            except OSError:  # how Linux reports that the terminal has no writer left
-                break
-            if not part:
-                break
-        os.close(ours)
-        assert process.wait() == 0
-        assert (b"\x1b[32m" in shown) == is_coloured
-        assert b"\x1b[2J" not in shown
-        assert rb"\x1b[2J" in shown
+        code = "import sys; sys.stdout.isatty = lambda: True\n"
+        code += "from lptune.cli.main import main; main(sys.argv[1:])"
+        shown = cold.run("-c", code, "data", *keys, folder=tmp_path, **variables).stdout
+        assert ("\x1b[32m" in shown, "\x1b[2J" in shown, r"\x1b[2J" in shown) == (is_coloured, False, True)

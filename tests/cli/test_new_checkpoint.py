@@ -99,21 +99,6 @@ def test_a_large_checkpoint_is_written_in_shards_with_an_index(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_nothing_is_written_into_a_folder_that_holds_something(command: Command) -> None:
-    Path("full").mkdir()
-    Path("full", "mine.txt").write_text("mine")
-    Path("file").write_text("mine")
-    for dest in ("full", "file"):
-        code, _, stderr = command("new-checkpoint", "llama3_2/tiny", dest)
-        assert (code, stderr) == (
-            2,
-            f"error: {dest}: exists and is not an empty folder; choose another DEST\n",
-        )
-    assert [path.name for path in Path("full").iterdir()] == ["mine.txt"]
-    Path("empty").mkdir()
-    assert command("new-checkpoint", "llama3_2/tiny", "empty")[0] == 0
-
-
 def test_what_is_written_to_dest_meanwhile_stays_and_is_one_line(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

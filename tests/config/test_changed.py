@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lptune.base.errors import UserError
 from lptune.config import FinetuneConfig, load_config
 from lptune.config.changed import changed_yaml
 
@@ -42,13 +41,3 @@ def test_the_file_has_what_differs_and_loads_as_the_changed_config(given: Path, 
     arguments = [*overrides, "precision.kind=int8_rowcol", "precision.skip=[lm_head,k_proj]"]
     assert new == load_config(FinetuneConfig, given, arguments)
     assert new.output_dir == "runs/x-int8_rowcol"
-
-
-def test_a_section_that_is_all_default_is_left_out(given: Path) -> None:
-    text = changed_yaml(FinetuneConfig, given, [], {"precision.kind": "none"})
-    assert "precision:" not in text
-
-
-def test_an_error_of_the_input_is_reported(given: Path) -> None:
-    with pytest.raises(UserError, match="optimiser"):
-        changed_yaml(FinetuneConfig, given, ["optimiser.lr=1"], {})

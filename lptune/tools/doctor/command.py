@@ -74,15 +74,15 @@ def doctor(
 
 def _lines(cfg: Any, name: str, of_child: Iterable[Any]) -> Iterator[Any]:
     """The findings of this process, then those of the child. cfg: the config `name`; None: no config."""
-    from lptune.tools.doctor import host, software
+    from lptune.tools.doctor import host
     from lptune.tools.doctor.line import examined
 
     disks = partial(host.disks, getattr(cfg, "output_dir", None))
     disks.__name__ = "disks"  # type: ignore[attr-defined]
     yield from examined("processor", [host.cpu])
     yield from examined("memory and disk", [host.memory, host.limits, disks])
-    yield from examined("software", [software.versions, software.compiler, software.caches])
-    yield from examined("environment", [software.environment])
+    yield from examined("software", [host.versions, host.compiler, host.caches])
+    yield from examined("environment", [host.environment])
     if cfg is not None:
         check = partial(_check_config, cfg, name)
         check.__name__ = name  # type: ignore[attr-defined]

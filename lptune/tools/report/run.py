@@ -1,7 +1,13 @@
 """A run's folder as a report sees it: what the run is, how far it came, and what it wrote.
 
-Nothing but the files is asked, so that a run on another machine can be read through a shared disk. Whether it
-goes on is known from the lock on OUTPUT_DIR/.lock, which a living run holds.
+Nothing but the files is asked, so that a run on another machine can be read through a shared disk. Whether
+it goes on is known from the lock on OUTPUT_DIR/.lock, which a living run holds.
+
+The files may be anybody's, and a report must come out of whatever is there: a run that is being written, one
+that was killed, a folder that somebody sent. So a file that cannot be used is no error here but a line of
+text that says why, among the notes of the page. No link in a run's folder is followed, or a stranger's
+folder could show a private file on a page that is meant to be passed on. A pipe is not waited for, and
+nothing is read beyond a limit.
 """
 
 import math
@@ -15,12 +21,214 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from lptune.base import files
 from lptune.base.errors import UserError
-from lptune.base.files import Lock, kind_of
-from lptune.tools.report.files import read_object, read_objects, read_text
-from lptune.tools.report.plan import Plan, read_plan
-from lptune.tools.report.rows import MAX_STEP, Rows, read_rows
-from lptune.tools.report.shadow import Shadow, read_shadow
+from lptune.base.files import MAX_BYTES, Lock, LongLineError, kind_of, lines_of, object_of, read_bytes
+from lptune.base.text import group_name, number_of, without_number
+from lptune.tools.report.rows import LARGEST, MAX_STEP, Rows, read_rows
+
+
+class Found(NamedTuple):
+    """What a file holds, or why it cannot be used."""
+
+    content: Any = None
+    """None: there is no such file, or it cannot be used."""
+    note: str = ""
+    """Why it cannot be used; empty if it can, and if there is none."""
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> Found:
+    """The text of `path`; bytes that are no UTF-8 appear as escapes."""
+    if not kind_of(path):
+        return Found()
+    try:
+        content = read_bytes(path, max_bytes, follow=False)
+    except UserError as error:
+        return Found(note=_note(path, error))
+    return Found(content.decode("utf-8", errors="backslashreplace"))
+
+
+def read_object(path: Path) -> Found:
+    """The JSON object in `path`, as a dict."""
+    if not kind_of(path):
+        return Found()
+    try:
+        return Found(files.read_object(path, follow=False))
+    except UserError as error:
+        return Found(note=_note(path, error))
+
+
+def read_objects(path: Path) -> Found:
+    """The JSON objects in `path`, one a line, as a list; lines that hold none are counted in the note."""
+    if not kind_of(path):
+        return Found()
+    found, num_bad, num_bytes = list[dict[str, Any]](), 0, 0
+    try:
+        for line in lines_of(path, MAX_BYTES):
+            num_bytes += len(line)
+            if num_bytes > MAX_BYTES:
+                return Found(note=f"is larger than {MAX_BYTES:,} bytes")
+            if (value := object_of(line)) is not None:
+                found.append(value)
+            elif line.endswith(b"\n"):  # else it is being written, or was when the run was killed
+                num_bad += bool(line.strip())
+    except LongLineError:
+        return Found(note=f"is larger than {MAX_BYTES:,} bytes")
+    except UserError as error:
+        return Found(note=_note(path, error))
+    except OSError as error:
+        return Found(note=error.strerror or str(error))
+    return Found(found, f"lines that were left out, being no JSON objects: {num_bad:,}" if num_bad else "")
+
+
+def _note(path: Path, error: UserError) -> str:
+    return str(error).removeprefix(f"{path}: ").partition(";")[0]
+
+
+COLUMNS = ("layer", "out × in", "output", "grad_input", "grad_weight", "all-gather", "note")
+"""The columns of the table of a plan."""
+_GEMMS = ("output", "grad_input", "grad_weight", "all_gather")
+_MAX_LAYERS = 100_000
+
+
+class Plan(NamedTuple):
+    """The precision of every linear layer of a run."""
+
+    kind: str = ""
+    layers: tuple[tuple[str, ...], ...] = ()
+    """For each layer, in module order, the cells of COLUMNS."""
+    num_converted: int = 0
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of COLUMNS; layers that differ in one number of their names alone share a row."""
+        groups = dict[tuple[str, ...], list[str]]()
+        for name, *cells in self.layers:
+            groups.setdefault((without_number(name), *cells), []).append(name)
+        return [(group_name(names), *key[1:]) for key, names in groups.items()]
+
+
+def read_plan(path: Path) -> tuple[Plan, str]:
+    """The plan in precision_plan.json, and a note if the file is there and cannot be used."""
+    content, note = read_object(path)
+    if content is None:
+        return Plan(), note
+    rows = content.get("layers")
+    if not isinstance(rows, list):
+        return Plan(), "has no list of layers"
+    layers = [_cells(row) for row in rows[:_MAX_LAYERS] if isinstance(row, dict)]
+    num_converted = sum(isinstance(row, dict) and bool(row.get("spec")) for row in rows)
+    return Plan(str(content.get("kind", ""))[:80], tuple(layers), num_converted), ""
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    shape = row.get("shape")
+    sizes = [str(size)[:20] for size in shape[:2]] if isinstance(shape, list) else []
+    gemms = [str(row.get(name, ""))[:80] for name in _GEMMS]
+    reason = row.get("reason") or ("emulated" if _is_emulated(row) else "")
+    return (str(row.get("name", ""))[:200], " × ".join(sizes), *gemms, str(reason)[:200])
+
+
+def _is_emulated(row: dict[str, Any]) -> bool:
+    spec = row.get("spec")
+    return isinstance(spec, dict) and spec.get("emulate") is True
+
+
+MEASURES = {
+    "gradient_sqnr_db": "gradient SQNR (dB)",
+    "gradient_cosine": "gradient cosine",
+    "output_sqnr_db": "output SQNR (dB)",
+    "saturated": "saturated",
+    "underflowed": "underflowed",
+}
+"""Key of a layer -> heading. Of the first three a small value is bad, of the others a large one."""
+LARGE_IS_BAD = ("saturated", "underflowed")
+
+
+class Check(NamedTuple):
+    """One check, after the step `step`."""
+
+    step: int
+    loss: float | None
+    shadow_loss: float | None
+    layers: Mapping[str, Mapping[str, float]]
+    """Name of a layer -> measure -> value."""
+
+
+class Group(NamedTuple):
+    """The layers that differ in the number of their block alone."""
+
+    name: str
+    """With `#` for the number."""
+    worst: Mapping[str, tuple[float, str]]
+    """Measure -> the worst value, and the number of its block."""
+    sqnr_by_block: tuple[tuple[str, float], ...]
+    """Number of the block, gradient_sqnr_db; in the order of the numbers."""
+
+
+class Shadow(NamedTuple):
+    """All checks of a run."""
+
+    checks: tuple[Check, ...] = ()
+    switched: tuple[tuple[int, str], ...] = ()
+    """Step, name of a layer that was switched to high precision there."""
+
+    def groups(self) -> list[Group]:
+        """The last check, in groups of layers, the worst gradient first."""
+        if not self.checks:
+            return []
+        members = dict[str, dict[str, Mapping[str, float]]]()
+        for name, measured in self.checks[-1].layers.items():
+            members.setdefault(without_number(name), {})[name] = measured
+        groups = [_group(name, layers) for name, layers in members.items()]
+        return sorted(groups, key=lambda group: group.worst.get("gradient_sqnr_db", (math.inf, ""))[0])
+
+
+def _group(name: str, layers: Mapping[str, Mapping[str, float]]) -> Group:
+    blocks = {each: str(number) if (number := number_of(each)) is not None else "" for each in layers}
+    worst = dict[str, tuple[float, str]]()
+    for measure in MEASURES:
+        found = [
+            (measured[measure], blocks[each]) for each, measured in layers.items() if measure in measured
+        ]
+        if found:
+            choose = max if measure in LARGE_IS_BAD else min
+            worst[measure] = choose(found)
+    sqnr = {each: layers[each]["gradient_sqnr_db"] for each in layers if "gradient_sqnr_db" in layers[each]}
+    ordered = sorted(sqnr, key=lambda each: number_of(each) or 0)
+    return Group(name, worst, tuple((blocks[each], sqnr[each]) for each in ordered))
+
+
+def read_shadow(path: Path) -> tuple[Shadow, str]:
+    """The checks in shadow.jsonl, and a note if the file is there and some of it cannot be used."""
+    rows, note = read_objects(path)
+    checks, switched = list[Check](), list[tuple[int, str]]()
+    for row in rows or []:
+        step, layers = row.get("step"), row.get("layers")
+        if type(step) is not int or not isinstance(layers, dict):
+            continue
+        measured = {
+            str(name)[:200]: {
+                key: number for key in MEASURES if (number := _number(found.get(key))) is not None
+            }
+            for name, found in layers.items()
+            if isinstance(found, dict)
+        }
+        checks.append(Check(step, _number(row.get("loss")), _number(row.get("shadow_loss")), measured))
+        names = row.get("switched_to_high")
+        switched += [(step, str(name)[:200]) for name in names] if isinstance(names, list) else []
+    checks.sort(key=lambda check: check.step)
+    return Shadow(tuple(checks), tuple(switched)), note
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) < LARGEST else None
+
 
 _MAX_SAMPLES = 10_000
 _MAX_TEXT = 4_000

@@ -200,8 +200,7 @@ class _Runner:
 def _run_all(
     context: click.Context, folder: Path, planned: Sequence[_Planned], torchrun_flags: Sequence[str]
 ) -> int:
-    from lptune.tools.sweep.record import Ended, Record
-    from lptune.tools.sweep.table import result, table
+    from lptune.tools.sweep.record import Ended, Record, table
 
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
@@ -224,8 +223,8 @@ def _run_all(
         if code not in (0, 3, _STOPPED):
             click.echo(f"{where}: failed with exit code {code}; the sweep goes on", err=True)
     lock.close()
-    results = [result(each.name, each.folder, codes.get(each.name)) for each in planned]
-    click.echo(f"\n{table(results)}")
+    runs = [(each.name, each.folder, codes.get(each.name)) for each in planned]
+    click.echo(f"\n{table(runs)}")
     _report(context, folder, [each.folder for each in planned if each.name in codes])
     failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
     if runner.stopped_by is not None or _STOPPED in codes.values():

@@ -20,9 +20,9 @@ import torch
 from lptune.base.errors import UserError
 from lptune.config import PRECISION_KINDS
 from lptune.kernels import choose_backend
-from lptune.tools.doctor import child, host, software, with_torch
-from lptune.tools.doctor.kinds import Speed, Support, recommended
+from lptune.tools.doctor import child, host, with_torch
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line, examined
+from lptune.tools.doctor.with_torch import Speed, Support, recommended
 from tests.cli.conftest import Command
 from tests.helpers import cold
 
@@ -119,33 +119,6 @@ def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
     assert "300 TFLOP/s measured, 1.0x bf16" in found["float8_tensorwise"].text
     assert found["none"].section == "recommendation"
     assert asked == [("bf16",), ("bf16", "float32", "int8", "e4m3")]
-
-
-def test_ampere_has_int8_alone_and_says_how_to_run_float8(gpus: FakeGpus) -> None:
-    gpus("NVIDIA A100-SXM4-80GB", (8, 0))
-    found = lines()
-    assert found["gpu 0"].text.endswith("no float8 GEMMs (Ada and newer have them)")
-    assert found["int8_tensorwise"].text.startswith(
-        "native, by lptune's Triton kernels; int8 GEMMs 624 TFLOP/s"
-    )
-    others = found["others"]
-    assert (others.status, "precision.emulate=true" in others.todo) == (NOTE, True)
-    absent = [kind for kind, keys in PRECISION_KINDS.items() if keys.needs_float8]
-    assert absent
-    assert all(kind in others.text for kind in absent)
-
-
-def test_gpus_that_are_too_old_busy_or_unknown_are_named(gpus: FakeGpus) -> None:
-    gpus("Tesla T4", (7, 5), gb=15)
-    assert (lines()["gpu 0"].status, "Ampere" in lines()["gpu 0"].todo) == (PROBLEM, True)
-    gpus(H100, (9, 0), free=0.3)
-    assert (lines()["gpu 0"].status, "nvidia-smi" in lines()["gpu 0"].todo) == (NOTE, True)
-    gpus("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), gb=10)
-    found = lines()
-    assert (found["gpu 0"].status, "peaks are not known" in found["gpu 0"].text) == (NOTE, True)
-    assert found["int8_rowcol"].text.startswith("its GEMM is native on")
-    gpus("NVIDIA GeForce RTX 4090", (8, 9), count=2, peers=False)
-    assert lines()["topology"].status == NOTE
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the lines of a machine without a GPU")
@@ -297,7 +270,7 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         "UNRELATED": "quiet",
     }.items():
         monkeypatch.setenv(name, value)
-    found = list(software.environment())
+    found = list(host.environment())
     text = "\n".join(line.text for line in found)
     assert not re.search("hf_abc|pw@|quiet", text)
     assert "HF_TOKEN=(set, not shown)" in text
@@ -331,7 +304,7 @@ def test_full_disks_small_shared_memory_and_quotas_are_told(
 def test_a_missing_compiler_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    (found,) = [line for line in software.compiler() if line.name == "C++ compiler"]
+    (found,) = [line for line in host.compiler() if line.name == "C++ compiler"]
     assert (found.status, "compile=none" in found.todo) == (PROBLEM, True)
 
 
@@ -410,3 +383,29 @@ def test_a_compiler_that_fails_or_computes_wrong_is_a_problem(monkeypatch: pytes
         (line,) = with_torch.compilation()
         assert re.fullmatch(text, line.text)
         assert line.status == (OK if "works by" in text and "not" not in text else PROBLEM)
+
+
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "name", "status", "said"),
+    [
+        (A100, {}, "gpu 0", OK, "no float8 GEMMs (Ada and newer have them)"),
+        (A100, {}, "int8_tensorwise", OK, "native, by lptune's Triton kernels; int8 GEMMs 624 TFLOP/s"),
+        (A100, {}, "others", NOTE, "precision.emulate=true"),
+        (("Tesla T4", (7, 5)), {"gb": 15}, "gpu 0", PROBLEM, "Ampere"),
+        ((H100, (9, 0)), {"free": 0.3}, "gpu 0", NOTE, "nvidia-smi"),
+        ((f"{H100} MIG 1g.10gb", (9, 0)), {"gb": 10}, "gpu 0", NOTE, "peaks are not known"),
+        ((f"{H100} MIG 1g.10gb", (9, 0)), {"gb": 10}, "int8_rowcol", OK, "its GEMM is native on"),
+        (("NVIDIA GeForce RTX 4090", (8, 9)), {"count": 2, "peers": False}, "topology", NOTE, "0 of 2 pairs"),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said_with_what_to_do(
+    gpus: FakeGpus, gpu: tuple[str, tuple[int, int]], options: Any, name: str, status: str, said: str
+) -> None:
+    gpus(*gpu, **options)
+    found = lines()
+    assert (found[name].status, said in f"{found[name].text} {found[name].todo}") == (status, True)
+    if name == "others":
+        assert all(k in found[name].text for k, keys in PRECISION_KINDS.items() if keys.needs_float8)

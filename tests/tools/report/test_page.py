@@ -139,15 +139,6 @@ def test_a_standalone_chart_is_xml_without_markup_of_a_stranger(make_run: MakeRu
         assert "<script>a" in "".join(root.itertext())
 
 
-def test_the_page_fetches_nothing_and_its_policy_forbids_it(make_run: MakeRun) -> None:
-    text = page([read_run(make_run("a", [row(1)]))])
-    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
-    assert policy.startswith("default-src &#x27;none&#x27;; style-src &#x27;sha256-")
-    assert "unsafe" not in policy
-    assert "http" not in re.sub(r"http-equiv|http://www.w3.org/2000/svg", "", text)
-    assert not re.search(r"url\(|@import|<link|<img|<iframe", text)
-
-
 def test_runs_are_sorted_by_their_final_held_out_loss_and_those_without_come_last(make_run: MakeRun) -> None:
     losses = {"middle": 2.0, "none": None, "best": 1.0, "worst": 3.0}
     folders = []

@@ -41,15 +41,7 @@ def test_each_metric_becomes_a_column_of_the_steps_that_have_it(tmp_path: Path) 
     assert len(rows["absent"].steps_N) == 0
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "not json", "7", '"text"', '{"loss": 1.0}', '{"step": true, "loss": 1.0}', '{"step": 1.0}',
-        '{"step": -1, "loss": 1.0}', '{"step": 1' + 30 * "0" + ', "loss": 1.0}',
-        '{"step": ' + 5000 * "9" + "}", 100_000 * "[", b"\xff\xfe".decode("latin-1"),
-    ],
-    ids=lambda line: line[:20],
-)  # fmt: skip
+@pytest.mark.parametrize("line", ["not json", '{"loss": 1.0}', '{"step": ' + 5000 * "9" + "}", 100_000 * "["])
 def test_a_line_that_is_no_row_is_counted_and_the_others_are_read(tmp_path: Path, line: str) -> None:
     rows = read(tmp_path, GOOD + line + '\n{"step": 3, "loss": 2.0}\n')
     assert rows["loss"].steps_N.tolist() == [1, 3]

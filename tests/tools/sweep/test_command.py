@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
+from lptune.tools.sweep.record import table
 from lptune.tools.sweep.slurm import Shape, script
-from lptune.tools.sweep.table import result, table
 from tests.cli.conftest import Command, Lptune, write_model
 from tests.helpers import cold
 
@@ -162,13 +162,13 @@ def test_the_table_is_sorted_by_the_last_held_out_loss_and_a_cut_row_is_passed_o
         "nan": [{"step": 2, "eval_loss": float("nan")}],
         "diverged": [{"step": 1, "eval_loss": 0.5}],
     }
-    found = []
+    found: list[tuple[str, Path, int | None]] = []
     for name, content in rows.items():
         (tmp_path / name).mkdir()
         text = "".join(f"{json.dumps(row)}\n" for row in content)
         (tmp_path / name / "metrics.jsonl").write_text(text + '{"step": 9, "eval_lo')
-        found.append(result(name, tmp_path / name, 3 if name == "diverged" else 0))
-    found.append(result("absent", tmp_path / "absent", None))
+        found.append((name, tmp_path / name, 3 if name == "diverged" else 0))
+    found.append(("absent", tmp_path / "absent", None))
     lines = table(found).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == ["better", "worse", "nan", "diverged", "absent"]
     assert lines[0].split() == ["2.5000", "2.0000", "3", "-", "done", "better"]
