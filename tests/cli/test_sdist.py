@@ -16,6 +16,9 @@ from lptune import __version__
 from tests.helpers import cold
 from tests.helpers.cold import ROOT
 
+SOURCES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "lptune", "recipes", "configs")
+"""What a wheel is built of; the Dockerfile copies no more."""
+
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,9 +35,11 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, built of the sdist."""
-    out = tmp_path_factory.mktemp("wheel_of_sdist")
-    done = cold.run("-m", "hatchling", "build", "-t", "wheel", "-d", str(out), folder=sdist)
+    """The unpacked wheel, built of SOURCES of the sdist."""
+    sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel_of_sdist")
+    for name in SOURCES:
+        (shutil.copytree if (sdist / name).is_dir() else shutil.copy)(sdist / name, sources / name)
+    done = cold.run("-m", "hatchling", "build", "-t", "wheel", "-d", str(out), folder=sources)
     assert done.returncode == 0, done.stderr
     (archive,) = out.glob("*.whl")
     zipfile.ZipFile(archive).extractall(out)
