@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from lptune.checkpoint import manifest
 from lptune.checkpoint.files import remove_folder, sha256
-from tests.cli.conftest import Command, Lptune
+from tests.cli.conftest import Command
 from tests.helpers import warm
 from tests.helpers.cold import Finished
 
@@ -70,16 +70,6 @@ def test_it_writes_what_the_run_exported_itself(finished_run: Path, tmp_path: Pa
     assert "| data | builtin |" in card
     assert "## Steps 1 to 2: none" in card
     assert "| model.layers.0-1.mlp.up_proj | 128 x 64 | high | high | high | high |  |" in card
-
-
-def test_an_export_that_is_not_pushed_needs_nothing_of_the_hubs_environment(
-    finished_run: Path, tmp_path: Path, lptune: Lptune
-) -> None:
-    done = lptune(
-        "export", str(finished_run), "out", HF_HUB_DOWNLOAD_TIMEOUT="soon", HF_ENDPOINT="http://[::1"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert _digests(tmp_path / "out") == _digests(finished_run / "export")
 
 
 def test_dtype_and_file_size_can_be_others(finished_run: Path, tmp_path: Path, command: Command) -> None:

@@ -115,7 +115,6 @@ def test_a_plan_fits_a_terminal_and_names_the_precision_of_each_layer(command: C
             "precision.skip=[lm_head,k_proj]",
             "freeze=[embed_tokens,'*.o_proj']",
         ],
-        ["precision.kind=none", "--device", "4090", "micro_batch_size=32", "data.seq_len=131072"],
     ):
         code, out, err = command("plan", *TINY, *keys)
         assert (code, err) == (0, "")

@@ -109,6 +109,8 @@ def test_two_ranks_keep_the_exit_code_and_print_a_mistake_once(
     if what == "done":
         printed = [line.partition(" seed")[0] for line in done.stdout.splitlines()]
         assert [line for line in printed if line.startswith("rank")] == ["rank 0 of 2"]
+        assert [line[:6] for line in printed].count("recipe") == 1, "one banner"
+        assert done.stdout.count("loading torch ...") == 1
 
 
 @pytest.mark.parametrize("what", ["mistake-of-rank-1", "mistake-breaks-the-peer"])

@@ -187,31 +187,23 @@ def each(names: str, rule: Rule) -> dict[str, Rule]:
     return found
 
 
-def to(ours: str, note: str = "") -> Rule:
-    """The value as it is, under the key `ours`."""
+def to(ours: str, note: str = "", read: Callable[[Draft, str], Any] = Draft.get) -> Rule:
+    """The value under the key `ours`. read: gives it, or raises UserError for a wrong one."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
-        draft.set(ours, value, key, note=note)
+        draft.set(ours, read(draft, key), key, note=note)
 
     return rule
 
 
 def number_to(ours: str, note: str = "") -> Rule:
     """As `to`, for a number."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        draft.set(ours, draft.number(key, 0.0), key, note=note)
-
-    return rule
+    return to(ours, note, lambda draft, key: draft.number(key, 0.0))
 
 
 def integer_to(ours: str, note: str = "", minimum: int = 1) -> Rule:
     """As `to`, for an integer."""
-
-    def rule(draft: Draft, key: str, value: Any) -> None:
-        draft.set(ours, draft.integer(key, 1, minimum), key, note=note)
-
-    return rule
+    return to(ours, note, lambda draft, key: draft.integer(key, 1, minimum))
 
 
 def choice(ours: str, choices: Mapping[str, tuple[str, str]], missing: str = "") -> Rule:

@@ -11,7 +11,7 @@ from lptune.base.errors import UserError
 from lptune.base.files import is_within, kind_of, write_errors, write_text
 from lptune.base.text import printable
 from lptune.cli import interrupts
-from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import PathArgument
 
 if TYPE_CHECKING:
     from lptune.tools.report.run import Run

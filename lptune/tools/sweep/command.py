@@ -22,8 +22,7 @@ import click
 from lptune.base.errors import UserError
 from lptune.base.files import Lock, kind_of, write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_above
+from lptune.cli.places import PathArgument, check_above
 from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, preemption
 

@@ -5,7 +5,7 @@ import torch
 
 from lptune import linear, models
 from lptune.config import PrecisionConfig
-from lptune.tools.advise.layers import Group, Shape, groups_of, skip_patterns
+from lptune.tools.advise.measure import Group, Shape, groups_of, skip_patterns
 
 
 def groups(preset: str, **options: object) -> list[Group]:
