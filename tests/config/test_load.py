@@ -21,6 +21,7 @@ from lptune.config import (
     load_config,
     to_yaml,
 )
+from lptune.config.changed import changed_yaml
 from lptune.config.elsewhere import KEYS, SWITCHES, VALUES
 
 BASE = "model: {path: a}\ndata: {source: builtin}\n"
@@ -328,3 +329,34 @@ def test_the_environment_is_read_by_name_alone_and_no_error_has_a_part_of_its_va
             load(tmp_path, written, *arguments)
         assert blamed in str(raised.value)
         assert "s3cret"[:5] not in str(raised.value)
+
+
+CHANGED = """\
+# A comment.
+model: {path: here}
+data: {source: rows.jsonl, seq_len: 2048}
+precision: {kind: float8_rowwise}
+optimizer: {lr: 1.0e-5}
+output_dir: runs/x-${precision.kind}
+"""
+
+
+def test_a_changed_config_has_what_differs_and_loads_as_the_changed_config(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    given.write_text(CHANGED, encoding="utf-8")
+    overrides = ["micro_batch_size=2", "seed=0"]
+    changes = {"precision.kind": "int8_rowcol", "precision.skip": ("lm_head", "k_proj")}
+    text = changed_yaml(FinetuneConfig, given, overrides, changes)
+    assert text == (
+        "model: {path: here}\n"
+        "data: {source: rows.jsonl}\n"  # 2048 is the default
+        "precision: {kind: int8_rowcol, skip: [lm_head, k_proj]}\n"
+        "optimizer: {lr: 1.0e-05}\n"
+        "output_dir: runs/x-${precision.kind}\n"
+        "micro_batch_size: 2\n"  # seed=0 is the default
+    )
+    (tmp_path / "new.yaml").write_text(text, encoding="utf-8")
+    new = load_config(FinetuneConfig, tmp_path / "new.yaml")
+    arguments = [*overrides, "precision.kind=int8_rowcol", "precision.skip=[lm_head,k_proj]"]
+    assert new == load_config(FinetuneConfig, given, arguments)
+    assert new.output_dir == "runs/x-int8_rowcol"

@@ -45,40 +45,11 @@ class Parsed(HTMLParser):
 
 
 ELEMENTS = {
-    *("html", "head", "meta", "title", "style", "body", "header", "p", "div", "h1", "h2", "h3", "h4", "span"),
-    *(
-        "dl",
-        "dt",
-        "dd",
-        "section",
-        "figure",
-        "figcaption",
-        "svg",
-        "path",
-        "rect",
-        "g",
-        "text",
-        "output",
-        "details",
-    ),
-    *(
-        "summary",
-        "table",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "code",
-        "pre",
-        "footer",
-        "script",
-        "label",
-        "input",
-        "aside",
-    ),
-    *("ul", "li", "noscript"),
-}
+    "html", "head", "meta", "title", "style", "body", "header", "p", "div", "h1", "h2", "h3", "h4", "span",
+    "dl", "dt", "dd", "section", "figure", "figcaption", "svg", "path", "rect", "g", "text", "output",
+    "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "code", "pre", "footer", "script",
+    "label", "input", "aside", "ul", "li", "noscript",
+}  # fmt: skip
 
 
 def parsed(*folders: Path, reference: int | None = None, refresh_s: int = 0) -> Parsed:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lptune.base.errors import UserError
 from lptune.base.files import MEBI
-from lptune.tools.report.rows import MAX_NAMES, Rows, read_rows
+from lptune.tools.report.rows import Rows, read_rows
 
 
 def read(folder: Path, content: str | bytes) -> Rows:
@@ -96,7 +96,7 @@ def test_whatever_a_file_says_a_step_is_there_once_with_the_last_value_that_it_h
     for value in values:
         if isinstance(value, dict) and type(value.get("step")) is int and 0 <= value["step"] < 2**53:
             loss = value.get("loss", "")
-            if loss is None or type(loss) is float or (type(loss) is int and abs(loss) < 1e300):
+            if loss is None or type(loss) is float or (type(loss) is int and abs(loss) < 1e100):
                 number = math.nan if loss is None else float(loss)
                 number = 0.0 if abs(number) < 1e-100 else number
                 expected[value["step"]] = number if abs(number) < 1e100 else math.nan
@@ -133,5 +133,3 @@ def test_the_last_line_counts_if_it_is_whole_and_a_line_without_end_ends_the_rea
     rows = read(tmp_path, GOOD + '{"step": 2, "x": "' + MEBI * "a" + '"}\n' + '{"step": 3, "loss": 1}\n')
     assert rows["loss"].steps_N.tolist() == [1]
     assert rows.notes == (f"line 2 is longer than {MEBI:,} bytes; it and what follows was not read",)
-    many = {"step": 1} | {f"m{i}": float(i) for i in range(10 * MAX_NAMES)}
-    assert len(read(tmp_path, json.dumps(many)).columns) == MAX_NAMES
