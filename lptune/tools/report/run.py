@@ -13,82 +13,59 @@ nothing is read beyond a limit.
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from lptune.base import files
 from lptune.base.errors import UserError
-from lptune.base.files import MAX_BYTES, Lock, LongLineError, kind_of, lines_of, object_of, read_bytes
+from lptune.base.files import MAX_BYTES, Lock, kind_of, object_of, read_bytes
 from lptune.base.text import group_name, number_of, without_number
 from lptune.tools.report.rows import LARGEST, MAX_STEP, Rows, read_rows
 
-
-class Found(NamedTuple):
-    """What a file holds, or why it cannot be used."""
-
-    content: Any = None
-    """None: there is no such file, or it cannot be used."""
-    note: str = ""
-    """Why it cannot be used; empty if it can, and if there is none."""
+_T = TypeVar("_T")
 
 
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> Found:
-    """The text of `path`; bytes that are no UTF-8 appear as escapes."""
+def _read(path: Path, read: Callable[[Path], _T], notes: list[str]) -> _T | None:
+    """`read(path)`; None without such a file, and, with a note that says why, where it cannot be used."""
     if not kind_of(path):
-        return Found()
+        return None
     try:
-        content = read_bytes(path, max_bytes, follow=False)
+        return read(path)
     except UserError as error:
-        return Found(note=_note(path, error))
-    return Found(content.decode("utf-8", errors="backslashreplace"))
-
-
-def read_object(path: Path) -> Found:
-    """The JSON object in `path`, as a dict."""
-    if not kind_of(path):
-        return Found()
-    try:
-        return Found(files.read_object(path, follow=False))
-    except UserError as error:
-        return Found(note=_note(path, error))
-
-
-def read_objects(path: Path) -> Found:
-    """The JSON objects in `path`, one a line, as a list; lines that hold none are counted in the note."""
-    if not kind_of(path):
-        return Found()
-    found, num_bad, num_bytes = list[dict[str, Any]](), 0, 0
-    try:
-        for line in lines_of(path, MAX_BYTES):
-            num_bytes += len(line)
-            if num_bytes > MAX_BYTES:
-                return Found(note=f"is larger than {MAX_BYTES:,} bytes")
-            if (value := object_of(line)) is not None:
-                found.append(value)
-            elif line.endswith(b"\n"):  # else it is being written, or was when the run was killed
-                num_bad += bool(line.strip())
-    except LongLineError:
-        return Found(note=f"is larger than {MAX_BYTES:,} bytes")
-    except UserError as error:
-        return Found(note=_note(path, error))
+        why = str(error).removeprefix(f"{path}: ").partition(";")[0]
     except OSError as error:
-        return Found(note=error.strerror or str(error))
-    return Found(found, f"lines that were left out, being no JSON objects: {num_bad:,}" if num_bad else "")
+        why = error.strerror or str(error)
+    notes.append(f"{path.name}: {why}")
+    return None
 
 
-def _note(path: Path, error: UserError) -> str:
-    return str(error).removeprefix(f"{path}: ").partition(";")[0]
+def _object(path: Path) -> dict[str, Any]:
+    return files.read_object(path, follow=False)
+
+
+def _objects(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The JSON objects in `path`, one a line; other lines are counted in a note."""
+    content = _read(path, lambda path: read_bytes(path, MAX_BYTES, follow=False), notes) or b""
+    found = list[dict[str, Any]]()
+    num_bad = 0
+    for line in content.splitlines(keepends=True):
+        if (row := object_of(line)) is not None:
+            found.append(row)
+        elif line.endswith(b"\n"):  # else it is being written, or was when the run was killed
+            num_bad += bool(line.strip())
+    if num_bad:
+        notes.append(f"{path.name}: lines that were left out, being no JSON objects: {num_bad:,}")
+    return found
 
 
 COLUMNS = ("layer", "out × in", "output", "grad_input", "grad_weight", "all-gather", "note")
 """The columns of the table of a plan."""
 _GEMMS = ("output", "grad_input", "grad_weight", "all_gather")
-_MAX_LAYERS = 100_000
 
 
 class Plan(NamedTuple):
@@ -107,17 +84,15 @@ class Plan(NamedTuple):
         return [(group_name(names), *key[1:]) for key, names in groups.items()]
 
 
-def read_plan(path: Path) -> tuple[Plan, str]:
-    """The plan in precision_plan.json, and a note if the file is there and cannot be used."""
-    content, note = read_object(path)
-    if content is None:
-        return Plan(), note
-    rows = content.get("layers")
-    if not isinstance(rows, list):
-        return Plan(), "has no list of layers"
-    layers = [_cells(row) for row in rows[:_MAX_LAYERS] if isinstance(row, dict)]
-    num_converted = sum(isinstance(row, dict) and bool(row.get("spec")) for row in rows)
-    return Plan(str(content.get("kind", ""))[:80], tuple(layers), num_converted), ""
+def _plan(path: Path) -> Plan:
+    """The plan in precision_plan.json."""
+    content = _object(path)
+    layers = content.get("layers")
+    if not isinstance(layers, list):
+        raise UserError(f"{path}: has no list of layers")
+    rows = [row for row in layers if isinstance(row, dict)]
+    num_converted = sum(bool(row.get("spec")) for row in rows)
+    return Plan(str(content.get("kind", ""))[:80], tuple(map(_cells, rows)), num_converted)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -198,11 +173,10 @@ def _group(name: str, layers: Mapping[str, Mapping[str, float]]) -> Group:
     return Group(name, worst, tuple((blocks[each], sqnr[each]) for each in ordered))
 
 
-def read_shadow(path: Path) -> tuple[Shadow, str]:
-    """The checks in shadow.jsonl, and a note if the file is there and some of it cannot be used."""
-    rows, note = read_objects(path)
+def _shadow(rows: Iterable[Mapping[str, Any]]) -> Shadow:
+    """The checks in the rows of shadow.jsonl."""
     checks, switched = list[Check](), list[tuple[int, str]]()
-    for row in rows or []:
+    for row in rows:
         step, layers = row.get("step"), row.get("layers")
         if type(step) is not int or not isinstance(layers, dict):
             continue
@@ -217,7 +191,7 @@ def read_shadow(path: Path) -> tuple[Shadow, str]:
         names = row.get("switched_to_high")
         switched += [(step, str(name)[:200]) for name in names] if isinstance(names, list) else []
     checks.sort(key=lambda check: check.step)
-    return Shadow(tuple(checks), tuple(switched)), note
+    return Shadow(tuple(checks), tuple(switched))
 
 
 def _number(value: Any) -> float | None:
@@ -230,7 +204,6 @@ def _number(value: Any) -> float | None:
     return number if abs(number) < LARGEST else None
 
 
-_MAX_SAMPLES = 10_000
 _MAX_TEXT = 4_000
 _MAX_CONFIG_BYTES = 256 * 1024  # as of any config
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "run.json", "precision_plan.json")
@@ -306,44 +279,33 @@ def read_run(folder: Path, *, is_over: bool = False) -> Run:
         raise UserError(f"{folder}: is not a run's folder, it has none of {', '.join(_OF_A_RUN)}")
     rows = read_rows(folder / "metrics.jsonl")
     notes = [f"metrics.jsonl: {note}" for note in rows.notes]
-    config, text, note = read_config(folder / "config.yaml")
-    plan, plan_note = read_plan(folder / "precision_plan.json")
-    shadow, shadow_note = read_shadow(folder / "shadow.jsonl")
-    samples, samples_note = _samples(folder / "samples.jsonl")
-    about, about_note = read_object(folder / "run.json")
-    exported, exported_note = read_object(folder / "export.json")
+    text = _read(folder / "config.yaml", _text_of_config, notes) or ""
+    config = (_read(folder / "config.yaml", _keys_of_config, notes) if text else None) or {}
+    plan = _read(folder / "precision_plan.json", _plan, notes) or Plan()
+    shadow = _shadow(_objects(folder / "shadow.jsonl", notes))
+    samples = _samples(_objects(folder / "samples.jsonl", notes))
+    about = _read(folder / "run.json", _object, notes) or {}
+    exported = _read(folder / "export.json", _object, notes) or {}
     state = newest_state(folder)
-    named = {
-        "config.yaml": note,
-        "precision_plan.json": plan_note,
-        "shadow.jsonl": shadow_note,
-        "samples.jsonl": samples_note,
-        "run.json": about_note,
-        "export.json": exported_note,
-    }
-    notes += [f"{name}: {why}" for name, why in named.items() if why]
-    status = _status(folder, rows, config, about or {}, exported or {}, state, is_over)
+    status = _status(folder, rows, config, about, exported, state, is_over)
     if rows.is_cut and status.word != "running":  # else the run is writing it
         notes.append("metrics.jsonl: the last line is incomplete, as a kill leaves it")
-    facts = _facts(config, about or {}, state, plan)
+    facts = _facts(config, about, state, plan)
     return Run(folder, rows, config, text, plan, samples, shadow, facts, status, tuple(notes))
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], str, str]:
-    """The keys of a run's config.yaml, dotted, its text, and a note if it cannot be used."""
-    text, note = read_text(path, _MAX_CONFIG_BYTES)
-    if text is None:
-        return {}, "", note
+def _text_of_config(path: Path) -> str:
+    """Bytes that are no UTF-8 appear as escapes."""
+    return read_bytes(path, _MAX_CONFIG_BYTES, follow=False).decode("utf-8", errors="backslashreplace")
+
+
+def _keys_of_config(path: Path) -> dict[str, Any]:
+    """Dotted key -> value. A value of the environment stays a `${…}`, as the run has written it."""
     from omegaconf import OmegaConf  # slow to import
 
     from lptune.config.load import read_yaml
 
-    try:
-        # A value of the environment stays a `${…}`, as the run has written it.
-        values = OmegaConf.to_container(read_yaml(path), resolve=False)
-        return flat(cast("dict[str, Any]", values)), text, ""
-    except UserError as error:
-        return {}, text, str(error).removeprefix(f"{path}: ")
+    return flat(cast("dict[str, Any]", OmegaConf.to_container(read_yaml(path), resolve=False)))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -361,9 +323,8 @@ def newest_state(folder: Path) -> dict[str, Any]:
             path for path in (folder / "checkpoints").iterdir() if re.fullmatch("step-[0-9]{8}", path.name)
         ]
         for path in sorted(found, reverse=True):
-            content = read_object(path / "state.json").content
-            if content is not None:
-                return dict(content)
+            if content := _read(path / "state.json", _object, []):
+                return content
     return {}
 
 
@@ -462,15 +423,14 @@ def _facts(config: Mapping[str, Any], about: Any, state: Mapping[str, Any], plan
     )
 
 
-def _samples(path: Path) -> tuple[tuple[Sample, ...], str]:
-    rows, note = read_objects(path)
+def _samples(rows: Iterable[Mapping[str, Any]]) -> tuple[Sample, ...]:
     found = []
-    for row in (rows or [])[:_MAX_SAMPLES]:
+    for row in rows:
         step = row.get("step")
         texts = [_text(row.get(key), _MAX_TEXT) for key in ("when", "prompt", "answer", "reference")]
         if type(step) is int:
             found.append(Sample(step, *texts))
-    return tuple(found), note
+    return tuple(found)
 
 
 def _text(value: object, max_chars: int = 200) -> str:
