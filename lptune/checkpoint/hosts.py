@@ -1,6 +1,6 @@
 """What must be one on all machines of a run: the config, and the folder output_dir.
 
-lptune's launchers compare the config before a rank starts (lptune/launch/agreement.py). Plain torchrun does
+lptune's launchers compare the config before a rank starts (lptune/launch/rendezvous.py). Plain torchrun does
 not, so ranks that it started compare it here.
 
 Every rank writes its part of a checkpoint into the same folder. Where that is a disk of each machine instead
@@ -20,7 +20,7 @@ from typing import Any
 from lptune.base.errors import UserError
 from lptune.base.files import TEMPORARY
 from lptune.distributed import World
-from lptune.launch.agreement import difference, tell
+from lptune.launch.rendezvous import difference, tell
 
 PATIENCE_S = 60.0
 """NFS remembers for that long that a name is missing."""

@@ -7,8 +7,7 @@ import click
 from lptune.base.errors import UserError
 from lptune.base.files import MAX_BYTES, kind_of, read_bytes, write_bytes, write_errors
 from lptune.cli import catalog, interrupts
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_above
+from lptune.cli.places import PathArgument, check_above
 
 
 @click.command()

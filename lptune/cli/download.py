@@ -21,8 +21,7 @@ import click
 from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.base.model_folder import check_model_files
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_outside_checkpoints
+from lptune.cli.places import PathArgument, check_outside_checkpoints
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 IGNORED = (

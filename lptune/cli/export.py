@@ -12,8 +12,7 @@ import click
 from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.cli import interrupts
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_new_folder
+from lptune.cli.places import PathArgument, check_new_folder
 from lptune.config import ExportConfig
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from lptune.base import progress
 from lptune.base.errors import UserError, closest
 from lptune.base.files import MEBI, read_text, write_json
 from lptune.cli import interrupts
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_new_folder
+from lptune.cli.places import PathArgument, check_new_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

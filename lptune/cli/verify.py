@@ -14,7 +14,7 @@ import click
 
 from lptune.base.errors import UserError
 from lptune.cli.download import verify_digests
-from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import PathArgument
 
 
 @click.command()

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lptune.config.checks import check_path
-from lptune.config.data_files import SUFFIXES, check_sources, data_files, left_out
+from lptune.config.checks import check_batches, check_path, mesh_axes
 from lptune.config.inference import (
     AnswersConfig,
     EvaluateConfig,
@@ -16,7 +15,6 @@ from lptune.config.inference import (
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
 from lptune.config.paths import RUN_FILES, RUN_FOLDERS, check_given_files_stay, check_inputs_stay
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
-from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.recipes import (
     DistillationConfig,
     DistillConfig,
@@ -40,7 +38,15 @@ from lptune.config.schema import (
     ParallelConfig,
     RunConfig,
 )
-from lptune.config.sources import SourceConfig, entries, source_names
+from lptune.config.sources import (
+    SUFFIXES,
+    SourceConfig,
+    check_sources,
+    data_files,
+    entries,
+    left_out,
+    source_names,
+)
 
 if TYPE_CHECKING:
     from lptune.config.load import as_written, default, key_paths, load_config, to_yaml

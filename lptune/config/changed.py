@@ -12,7 +12,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from lptune.config import load
-from lptune.config.dumper import Dumper
+from lptune.config.load import Dumper
 
 
 def changed_yaml(cls: type, path: Path, overrides: Sequence[str], changes: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Whether a run would write over its own input, its config or its recipe."""
 
-import dataclasses
 import glob
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -25,29 +24,22 @@ RUN_FILES = (
 RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard", "wandb")
 """Names that a run writes in OUTPUT_DIR."""
 
-_PATHS = ("model.path", "teacher.path", "logits.folder", "data.source", "data.eval_source")
-
 
 def check_inputs_stay(cfg: Any) -> None:
-    """Raises UserError if the run would write over its own input (model or data) in `output_dir`.
-
-    cfg: a config with `output_dir`, and paths among the texts of `model`, `data` and, if it has them,
-    `teacher` and `logits`. Reads no file.
+    """Raises UserError if the run would write over its own input (model or data) in `output_dir`. Reads no
+    file. cfg: a RunConfig.
     """
     output_dir = Path(cfg.output_dir).expanduser()
-    sections = [name for name in ("model", "teacher", "logits", "data") if hasattr(cfg, name)]
-    for section in sections:
-        for key, value in _texts(section, dataclasses.asdict(getattr(cfg, section))):
-            for path in _paths(key, value):
-                if _is_written(path, output_dir):
-                    if key == "data.cache":
-                        raise UserError(
-                            f"data.cache: {path} is in output_dir ({cfg.output_dir}), where the run writes; "
-                            "choose another"
-                        )
-                    is_model = key in ("model.path", "teacher.path")
-                    what = f"the model in {key}" if is_model else f"{path}, which {key} names"
-                    raise UserError(f"output_dir: {cfg.output_dir} would overwrite {what}; choose another")
+    for key, text in _inputs(cfg):
+        for path in _paths(key, text):
+            if _is_written(path, output_dir):
+                what = f"the model in {key}" if key in cfg.model_paths else f"{path}, which {key} names"
+                raise UserError(f"output_dir: {cfg.output_dir} would overwrite {what}; choose another")
+    cache = Path(cfg.data.cache).expanduser()  # the run makes it if it does not exist
+    if cfg.data.cache not in ("auto", "none") and _is_written(cache, output_dir):
+        raise UserError(
+            f"data.cache: {cache} is in output_dir ({cfg.output_dir}), where the run writes; choose another"
+        )
 
 
 def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
@@ -88,27 +80,23 @@ def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
     return None
 
 
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _texts(key if name == key.rpartition(".")[2] else f"{key}.{name}", item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(key, item)
+def _inputs(cfg: Any) -> Iterator[tuple[str, str]]:
+    """Key and text of what the run reads."""
+    yield from cfg.model_paths.items()
+    if hasattr(cfg, "logits"):
+        yield "logits.folder", cfg.logits.folder
+    if cfg.data.chat_template:
+        yield "data.chat_template", cfg.data.chat_template
+    yield from (("data.source", each.source) for each in cfg.data.sources)
+    yield from (("data.eval_source", each.source) for each in cfg.data.eval_sources)
 
 
 def _paths(key: str, text: str) -> list[Path]:
-    """The files that a text names, as a path or a glob; empty if it is not a path."""
+    """The files that a text names, as a path or, of a source, a glob; empty if it is not a path."""
     with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, an unknown home
-        if key == "data.cache":  # the run makes it if it does not exist
-            return [] if text in ("auto", "none") else [Path(text).expanduser()]
-        if not text:
-            return []
         path = Path(text).expanduser()
         if path.exists():
             return [path]
-        if key in _PATHS or not set("\n{") & set(text):
+        if key.endswith("source"):
             return [Path(found) for found in glob.glob(str(path), recursive=True)]
     return []

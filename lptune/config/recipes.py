@@ -7,10 +7,9 @@ recipes that train nothing are in inference.py.
 from dataclasses import dataclass, field
 
 from lptune.base.errors import UserError
-from lptune.config.checks import at_least, check_path, one_of, positive
-from lptune.config.data_files import metric_names
-from lptune.config.ranks import mesh_axes
+from lptune.config.checks import at_least, check_path, mesh_axes, one_of, positive
 from lptune.config.schema import RunConfig
+from lptune.config.sources import metric_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lptune.base.errors import UserError
-from lptune.config.checks import at_least, check_average, check_path, num_micro_batches, one_of
+from lptune.config.checks import (
+    at_least,
+    check_average,
+    check_batches,
+    check_path,
+    mesh_axes,
+    num_micro_batches,
+    one_of,
+)
 from lptune.config.optimization import OptimizerConfig, ScheduleConfig
 from lptune.config.precision import PRECISION_KINDS, PrecisionConfig
-from lptune.config.ranks import check_batches, mesh_axes
 from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 

@@ -3,11 +3,8 @@
     in the launcher   launcher.py    starts torchrun; the exit code; where logs end up
                       flags.py       torchrun's flags
                       rendezvous.py  the launchers of several machines meet, in a store that one hosts
-                      agreement.py   what they compare before a rank starts
-                      network.py     addresses and interfaces of this machine
-                      watch.py       ends all ranks after the first failure
+                      watch.py       ends all ranks after the first failure, and prints the cause
                       exchange.py    messages between the launchers of several machines
-                      report.py      prints the cause
     in a sweep        bound.py       a run as a process that does not outlive its sweep
     in a rank         rank.py        start and end of a process that is a rank
     in both           outcome.py     files by which a rank tells how it ends

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from lptune.base.errors import UserError, closest
 from lptune.base.text import printable
-from lptune.launch.network import is_address
-from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint
+from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint, is_address
 
 if TYPE_CHECKING:
     import argparse

@@ -27,11 +27,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lptune.base.errors import UserError
-from lptune.launch import agreement, flags, network, preemption, rendezvous
+from lptune.launch import flags, preemption, rendezvous
 from lptune.launch.log import LOGS, move_logs
 from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome
-from lptune.launch.report import print_own
-from lptune.launch.watch import Watch
+from lptune.launch.watch import Watch, print_own
 
 
 def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: Path) -> NoReturn:
@@ -68,9 +67,9 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: P
     try:
         _listen(signals, watch, leave)
         digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]
-        told = agreement.tell(cfg, nnodes=point.num_machines, recipe=f"{recipe.name} ({digest})")
+        told = rendezvous.tell(cfg, nnodes=point.num_machines, recipe=f"{recipe.name} ({digest})")
         met = rendezvous.meet(point, told)
-        if (name := network.interface_of(met.local_address)) is not None:
+        if (name := rendezvous.interface_of(met.local_address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         handler: Any = rendezvous.Handler(met)
         rendezvous_handler_registry.register(rendezvous.BACKEND, lambda _: handler)

@@ -14,9 +14,17 @@ machines and writes the order.
 
 A machine's number is --node-rank, or what a scheduler says (`NUMBERS`). Without one, the machine that has the
 endpoint's address is machine 0, and the others are numbered as they come.
+
+They compare what they are about to run, since a command that differs on one machine would train a mixture
+(another learning rate), hang (another number of steps) or end in a C++ abort (another kind of precision). So
+every key of the config is compared, with the recipe's text and the versions. Two things are not: paths that
+may be local to a machine, whose content the ranks compare (checkpoint/resume.py), and how many ranks a
+machine has. A key is told by a digest of its value and by what the config has in its place: `${…}` stays as
+it is written, so that no value of an environment variable leaves its machine.
 """
 
 import errno
+import hashlib
 import ipaddress
 import json
 import math
@@ -29,13 +37,91 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lptune import __version__
 from lptune.base.errors import UserError
 from lptune.base.text import printable
-from lptune.launch import network
-from lptune.launch.agreement import Told, difference
+from lptune.config import as_written, key_paths
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+Told = dict[str, list[str]]
+"""Name -> [digest, what a message shows]."""
+LOCAL = frozenset({
+    "model.path", "teacher.path", "logits.folder", "data.source", "data.cache",
+    "data.chat_template", "prompts.source", "prompts.chat_template", "harness.task_folder",
+})  # fmt: skip
+"""Keys whose values are paths that may differ."""
+
+
+def tell(cfg: Any, **others: object) -> Told:
+    """What this machine is about to run. cfg: a config dataclass. others: what else must be the same."""
+    import torch
+
+    version = ".".join(map(str, sys.version_info[:2]))
+    values = {"lptune": __version__, "torch": torch.__version__, "Python": version, **others}
+    told = {name: [_digest(value), f"{value!s:.80}"] for name, value in values.items()}
+    written = as_written(cfg)
+    for key in key_paths(type(cfg)):
+        if key not in LOCAL:
+            told[key] = [_digest(_leaf(cfg, key)), f"{_leaf(written, key)!s:.80}"]
+    return told
+
+
+def difference(here: Mapping[str, list[str]], there: Mapping[str, list[str]]) -> tuple[str, str, str] | None:
+    """The first name whose values differ, with what `here` and `there` have; None: all are the same."""
+    for key in {**here, **there}:
+        mine, other = here.get(key, ["", "nothing"]), there.get(key, ["", "nothing"])
+        if mine[0] != other[0]:
+            return key, mine[1], other[1] if other[1] != mine[1] else f"another {other[1]}"
+    return None
+
+
+def _leaf(holder: Any, key: str) -> Any:
+    for name in key.split("."):
+        holder = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    return holder
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` is an IPv4 or IPv6 address, and no name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is written as an address of this machine alone."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has `address` (`eth0`); None if it cannot be told."""
+    if ipaddress.ip_address(address).is_loopback:
+        return "lo"
+    if ":" in address:
+        wanted = ipaddress.ip_address(address).packed.hex()
+        with open("/proc/net/if_inet6", encoding="ascii") as lines:
+            return next((line.split()[5] for line in lines if line.startswith(wanted)), None)
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(any_socket, 0x8915, name.encode().ljust(40, b"\0"))  # SIOCGIFADDR
+            except OSError:  # it has no address of this family
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
+
 
 NUMBERS = ("PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 """Variables with the number of a machine, in this order, after --node-rank."""
@@ -346,7 +432,7 @@ def _route(point: MeetingPoint) -> tuple[str, str]:
     refusal: OSError | None = None
     for family, kind, _, _, address in found:
         there = str(address[0])
-        if ipaddress.ip_address(there.partition("%")[0]).is_loopback and not network.is_loopback(point.host):
+        if ipaddress.ip_address(there.partition("%")[0]).is_loopback and not is_loopback(point.host):
             raise _refused(
                 point, f"{point.host} is {there} on this machine, an address that no other machine reaches "
                 "(see /etc/hosts); give the address of its network interface as the endpoint, on all machines"

@@ -1,130 +1,20 @@
-"""ls, cat, cp and validate: what is found by name, and what a misspelt name gets."""
+"""ls, cp and names: what is found by a name, what a misspelt one gets; sizes, memory and hub ids of the configs."""
 
-# ruff: noqa: E501  (messages are compared whole)
-
-import errno
+import ast
 import os
-import re
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from lptune.base.errors import UserError
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog
+from lptune.cli.ls import ls, needs, num_weights, row
+from tests.base.test_progress import terminal
 from tests.cli.conftest import Command, write_model
-from tests.helpers import cold
+
+# ruff: noqa: E501  (messages are compared whole)
+
 
 GOOD = "model: {path: a}\ndata: {source: builtin}\n"
-
-
-def test_ls_puts_a_config_below_the_recipe_that_its_comment_runs(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for name in ("one", "two"):
-        (tmp_path / "recipes").mkdir(exist_ok=True)
-        (tmp_path / "recipes" / f"{name}.py").write_text(f'"""Recipe {name}."""\n')
-    (tmp_path / "configs" / "a").mkdir(parents=True)
-    text = "# X: small,\n# quick. Nothing else.\n#\n#   lptune run two --config a/x\nseed: 1\n"
-    (tmp_path / "configs/a/x.yaml").write_text(text)
-    (tmp_path / "configs/a/y.yaml").write_text("#   lptune run one --config a/y\n")
-    monkeypatch.setattr(catalog, "folder", lambda kind: tmp_path / kind)
-    shown = "one  Recipe one.\n  a/y  lptune run one --config a/y\ntwo  Recipe two.\n  a/x  X: small, quick\n"
-    assert command("ls") == (0, shown, "")
-
-
-def test_cat_prints_the_file(command: Command) -> None:
-    for name, path in (
-        ("full_finetune", catalog.recipes()["full_finetune"]),
-        ("qwen3/8b", catalog.configs()["qwen3/8b"]),
-    ):
-        assert command("cat", name) == (0, path.read_text(), "")
-
-
-def test_a_file_that_is_no_text_or_cannot_be_read_is_one_line(command: Command) -> None:
-    Path("binary.py").write_bytes(b"\xff\xfe")
-    for name in ("binary.py", "/proc/self/mem"):
-        for arguments in (["cat", name], ["run", name, "--config", "quickstart"]):
-            code, stdout, stderr = command(*arguments)
-            assert (code, stdout, stderr.count("\n")) == (2, "", 1), arguments
-            assert stderr.startswith(f"error: {name}: is not "), stderr
-
-
-def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
-    assert command("cp", "full_finetune", "mine.py") == (0, "copied full_finetune to mine.py\n", "")
-    assert Path("mine.py").read_text() == catalog.recipes()["full_finetune"].read_text()
-    assert command("cp", "llama3_2/1b", ".")[0] == 0
-    assert Path("1b.yaml").read_text() == catalog.configs()["llama3_2/1b"].read_text()
-    assert command("cp", "llama3_2/1b", "a/b/c.yaml") == (
-        2,
-        "",
-        "error: a/b: no such folder; make it, or add --parents\n",
-    )
-    assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
-    assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
-    assert command("cp", "--make-parents", "llama3_2/1b", "d/e/c.yaml")[0] == 0  # as torchtune writes it
-    refused = "error: mine.py: is a file, where a folder is needed\n"
-    assert command("cp", "llama3_2/1b", "mine.py/c.yaml", "--parents") == (2, "", refused)
-    code, _, stderr = command("cp", "full_finetune", "/proc/x/y/z.py", "--parents")
-    assert (code, stderr.count("\n")) == (2, 1)
-
-
-def test_cp_never_overwrites_unless_forced(command: Command) -> None:
-    Path("mine.py").write_text("mine")
-    assert command("cp", "full_finetune", "mine.py") == (
-        2,
-        "",
-        "error: mine.py: exists; add --force to overwrite it\n",
-    )
-    assert Path("mine.py").read_text() == "mine"
-    assert command("cp", "full_finetune", "mine.py", "--force")[0] == 0
-    assert Path("mine.py").read_text() != "mine"
-    Path("link.py").symlink_to("elsewhere.py")
-    assert command("cp", "full_finetune", "link.py")[2].startswith("error: link.py: exists")
-    assert not Path("elsewhere.py").exists()
-    assert command("cp", "full_finetune", "link.py", "--force")[0] == 0
-    assert not Path("link.py").is_symlink()
-    assert not Path("elsewhere.py").exists()
-    Path("precious").write_text("precious")
-    os.link("precious", "second_name.py")
-    Path("to_precious.py").symlink_to("precious")
-    for name in ("second_name.py", "to_precious.py"):
-        assert command("cp", "full_finetune", name, "--force") == (0, f"copied full_finetune to {name}\n", "")
-        assert Path(name).read_text() == catalog.recipes()["full_finetune"].read_text()
-        assert Path(name).stat().st_mode == Path("mine.py").stat().st_mode == Path("precious").stat().st_mode
-    assert Path("precious").read_text() == "precious"
-    os.mkfifo("pipe")
-    Path("to_pipe").symlink_to("pipe")  # as /dev/stdout is
-    for name in ("pipe", "to_pipe"):
-        message = f"error: {name}: cannot be overwritten by full_finetune; choose another DEST\n"
-        assert command("cp", "full_finetune", name, "--force") == (2, "", message)
-    assert not list(Path().glob(".tmp*"))
-    own = str(catalog.recipes()["full_finetune"])
-    assert command("cp", "full_finetune", own, "--force")[0] == 2
-    assert Path(own).stat().st_size
-
-
-@pytest.mark.parametrize(
-    ("find", "name", "message"),
-    [
-        (catalog.find_recipe, "base.yaml", "base.yaml: is a config; give the name or the path of a recipe"),
-        (catalog.find_recipe, "llama3_2/1b", "llama3_2/1b: is a config; give the name or the path of a recipe"),
-        (catalog.find_config, "full_finetune", "full_finetune: is a recipe; give the name or the path of a config"),
-        (catalog.find_config, "mine.py", "mine.py: is a recipe; give the name or the path of a config"),
-        (catalog.find_recipe, "full_finetun", "full_finetun: no such recipe (did you mean 'full_finetune'?)"),
-        (catalog.find_recipe, "recipes/full_fintune.py", "recipes/full_fintune.py: no such recipe (did you mean 'full_finetune'?)"),
-        (catalog.find_config, "llama3_2/1B", "llama3_2/1B: no such config (did you mean 'llama3_2/1b'?)"),
-        (catalog.find_config, "lama3_2/1b.yaml", "lama3_2/1b.yaml: no such config (did you mean 'llama3_2/1b'?)"),
-        (catalog.find_config, "configs/llama3_2/2b.yaml", "configs/llama3_2/2b.yaml: no such config (did you mean 'llama3_2/"),
-        (catalog.find_config, "zzzzz", "zzzzz: no such config; `lptune ls` shows what there is"),
-        (catalog.find_config, "/", "/: is a folder; give the name or the path of a config"),
-    ],
-)  # fmt: skip
-def test_an_unknown_name_gets_the_closest_one(find, name: str, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UserError) as caught:
-        find(name)
-    assert str(caught.value).startswith(message)
 
 
 def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the_other(
@@ -180,55 +70,6 @@ def test_a_config_is_checked_against_the_recipe_that_its_comment_names(
         assert command("validate", "other", "--config", name)[0] == 0
 
 
-def test_a_recipe_of_any_size_is_not_read(command: Command) -> None:
-    with open("huge.py", "wb") as file:
-        file.truncate(recipe.MAX_CHARS + 1)
-    too_long = f"it is longer than {recipe.MAX_CHARS:,} characters, so it is something else\n"
-    for arguments, reason in (
-        (["cat", "huge.py"], "is not text"),
-        (["run", "huge.py", "--config", "quickstart"], "is not a Python file"),
-        (["validate", "huge.py", "--config", "quickstart"], "is not a Python file"),
-    ):
-        assert command(*arguments) == (2, "", f"error: huge.py: {reason}: {too_long}"), arguments
-
-
-@pytest.mark.parametrize("kind", ["recipe", "config", "recipe or config"])
-def test_what_is_no_file_is_named_as_what_it_is(command: Command, kind: str) -> None:
-    os.mkfifo("pipe")
-    Path("to_pipe").symlink_to("pipe")
-    Path("circle").symlink_to("circle")
-    Path("nothing").symlink_to("nowhere")
-    give = f"give the name or the path of a {kind}"
-    for name, reason in {
-        "pipe": f"is a pipe; {give}",
-        "to_pipe": f"is a pipe; {give}",
-        "/dev/zero": f"is a device or socket; {give}",
-        "circle": f"is a link; {give}",
-        "nothing": f"no such {kind}; `lptune ls` shows what there is",
-    }.items():
-        arguments = {
-            "recipe": ["run", name, "--config", "quickstart"],
-            "config": ["run", "full_finetune", "--config", name],
-            "recipe or config": ["cat", name],
-        }[kind]
-        assert command(*arguments) == (2, "", f"error: {name}: {reason}\n")
-
-
-def test_a_recipe_or_config_that_may_not_be_looked_at_is_one_line(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = Path.stat
-
-    def stat(self: Path, **options: bool) -> os.stat_result:
-        if self.name == "a.yaml":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        return before(self, **options)
-
-    monkeypatch.setattr(Path, "stat", stat)
-    with pytest.raises(UserError, match=r"^closed/a\.yaml: cannot be read: Permission denied$"):
-        catalog.find_config("closed/a.yaml")
-
-
 def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> None:
     Path("c.yaml").write_text(GOOD)
     write_model(Path("here"))
@@ -244,24 +85,6 @@ def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> No
     assert command("validate", "c.yaml", "seed=x")[0] == 2
 
 
-def test_a_usage_error_is_one_line(command: Command) -> None:
-    code, stdout, stderr = command("rn")
-    assert (code, stdout) == (2, "")
-    assert re.fullmatch(
-        r"error: No such command 'rn'.*did you mean 'run'.*; see `lptune --help`\n", stderr, re.IGNORECASE
-    )
-    for arguments in (
-        ["--vresion"],
-        ["cat"],
-        ["cp", "full_finetune"],
-        ["ls", "more"],
-        ["validate", "--recip", "x"],
-    ):
-        code, stdout, stderr = command(*arguments)
-        assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
-        assert stderr.startswith("error: ")
-
-
 def test_without_a_command_the_help_is_shown(command: Command) -> None:
     code, stdout, _ = command()
     assert code == 0
@@ -269,52 +92,116 @@ def test_without_a_command_the_help_is_shown(command: Command) -> None:
     assert "new-checkpoint" in stdout
 
 
-WRONG = {
-    "sed=1": ("unknown key 'sed' (did you mean 'seed'?)",),
-    "micro_batch_size=8": ("do not divide among 3 data ranks; set global_batch_size to a multiple of 3,",),
-    "parallel.tensor=2": ("tensor=2 needs a multiple of 2 ranks, found 3",),
-    "model.path=nowhere": ("model.path: nowhere is not a folder; `lptune download` fetches one",),
-    "data.source=rows.jsnl.json": ("rows.jsnl.json: no such file; set data.source to a file",),
-    "precision.kind=float8_rowwise": ("float8_rowwise needs a device", "precision.emulate=true"),
-}
-"""An argument -> what `lptune run` says of it, before torch is imported."""
-RUN = ["full_finetune", "--config", "quickstart", "model.path=.", "device=cpu"]
+def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
+    assert command("cp", "full_finetune", "mine.py") == (0, "copied full_finetune to mine.py\n", "")
+    assert Path("mine.py").read_text() == catalog.recipes()["full_finetune"].read_text()
+    assert command("cp", "llama3_2/1b", ".")[0] == 0
+    assert Path("1b.yaml").read_text() == catalog.configs()["llama3_2/1b"].read_text()
+    assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
+    assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
+    assert command("cp", "--make-parents", "llama3_2/1b", "d/e/c.yaml")[0] == 0  # as torchtune writes it
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["run", "--help"], ["validate", "--help"], ["ls"], ["validate", "llama3_2/1b", "data.source=rows.jsonl", "seed=1"], ["new-checkpoint", "--help"], ["plan", "--help"], ["run", "-h"],
-     ["validate", "full_finetune", "--config", "quickstart", "seed=1"],
-     *(["run", "--nproc-per-node", "3", *RUN, wrong] for wrong in list(WRONG)[:3]), *(["run", *RUN, wrong] for wrong in list(WRONG)[3:])],
-    ids=" ".join,
-)  # fmt: skip
-def test_help_ls_and_validate_import_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
-    program = (
-        "import atexit, sys\n"
-        "from lptune.cli.main import main\n"
-        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'huggingface_hub', 'safetensors', 'jinja2'}\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "finally:\n    print('HEAVY', sorted(heavy & set(sys.modules)))\n"
-    )
-    done = cold.run("-c", program, *arguments, folder=tmp_path)
-    assert done.returncode == (2 if arguments[-1] in WRONG else 0), done.stderr
-    assert done.stdout.splitlines()[-1] == "HEAVY []"
-    for word in WRONG.get(arguments[-1], ()):
-        assert word in done.stderr
+def test_cp_overwrites_a_file_if_forced_and_never_one_that_it_links_to(command: Command) -> None:
+    Path("mine.py").write_text("mine")
+    assert command("cp", "full_finetune", "mine.py")[0] == 2
+    assert Path("mine.py").read_text() == "mine"
+    assert command("cp", "full_finetune", "mine.py", "--force")[0] == 0
+    Path("precious").write_text("precious")
+    os.link("precious", "second_name.py")
+    Path("to_precious.py").symlink_to("precious")
+    Path("to_nothing.py").symlink_to("nothing.py")
+    for name in ("mine.py", "second_name.py", "to_precious.py", "to_nothing.py"):
+        assert command("cp", "full_finetune", name, "--force")[0] == 0
+        assert Path(name).read_text() == catalog.recipes()["full_finetune"].read_text()
+    assert Path("precious").read_text() == "precious"
+    assert not Path("nothing.py").exists()
+    assert not list(Path().glob(".tmp*"))
+    own = str(catalog.recipes()["full_finetune"])
+    assert command("cp", "full_finetune", own, "--force")[0] == 2
+    assert Path(own).stat().st_size
 
 
-def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
-    command = f"{' '.join(cold.command('-m', 'lptune'))} cat full_finetune | head -1"
-    done = subprocess.run(
-        command, shell=True, cwd=tmp_path, env=cold.environment(), capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+def blocks(stdout: str) -> dict[str, list[str]]:
+    """First line of a recipe -> the lines of its configs, without the note at the end."""
+    found, first = dict[str, list[str]](), ""
+    for line in stdout.partition("\n\n")[0].splitlines():
+        if line.startswith(" "):
+            found[first].append(line)
+        else:
+            first = line
+            found[first] = []
+    return found
 
 
-@pytest.mark.parametrize("part", ["lptune run ", "lptune run x", "a ", "#", "\n# lptune run "])
-def test_the_recipe_of_a_config_is_found_in_time_whatever_its_comments_are(tmp_path: Path, part: str) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("# " + part * (2**17 // len(part)) + "\n")
-    begin = time.process_time()
-    assert catalog.recipe_of(path) == "full_finetune"
-    assert time.process_time() - begin < 2  # `.*` took 9 s, and 1,000 times as long for the largest config
+def test_each_config_stands_under_its_recipe_with_size_memory_and_hub_id(command: Command) -> None:
+    code, stdout, stderr = command("ls")
+    assert (code, stderr) == (0, "")
+    found = blocks(stdout)
+    assert list(found) == [
+        f"{name}  {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}"
+        for name, path in catalog.recipes().items()
+    ]
+    listed = {line.split()[0]: (first.split()[0], line) for first, lines in found.items() for line in lines}
+    assert sorted(listed) == sorted(catalog.configs())
+    for name, (of, line) in listed.items():
+        path = catalog.configs()[name]
+        text = path.read_text()
+        assert of == catalog.recipe_of(path)
+        if "/" in name:  # the first comment and the list agree
+            memory = next(cell for cell in line.split("  ") if cell.endswith(" GB"))
+            assert f"take {memory.strip()} over all" in " ".join(text.replace("#", " ").split())
+            hub_id = line.split()[-1]
+            assert f"lptune download {hub_id}" in text
+            assert (
+                hub_id.rpartition("/")[2] in text.partition("model: {path: checkpoints/")[2].splitlines()[0]
+            )
+        else:
+            comment = line.split(maxsplit=1)[1]
+            begins = " ".join(part.lstrip("# ") for part in text.splitlines()[:3])
+            assert begins.startswith(comment.removesuffix(" …"))
+
+
+def test_every_config_of_a_model_has_a_preset() -> None:
+    # Without one its line would have no sizes, silently.
+    assert [name for name in catalog.configs() if num_weights(name) is None] == [
+        "evaluation",
+        "generation",
+        "quickstart",
+    ]
+    assert all(row(name, path).hub_id for name, path in catalog.configs().items() if "/" in name)
+
+
+def test_words_choose_a_recipe_or_configs(command: Command) -> None:
+    found = blocks(command("ls", "full_dpo")[1])
+    assert [first.split()[0] for first in found] == ["full_dpo"]
+    of_recipe = [name for name, path in catalog.configs().items() if catalog.recipe_of(path) == "full_dpo"]
+    assert [line.split()[0] for lines in found.values() for line in lines] == of_recipe
+    names = [line.split()[0] for lines in blocks(command("ls", "gemma")[1]).values() for line in lines]
+    assert sorted(names) == [name for name in catalog.configs() if "gemma" in name]
+    (line,) = [line for lines in blocks(command("ls", "full_dpo", "phi4")[1]).values() for line in lines]
+    assert line.split()[0] == "phi4/mini_dpo"
+    assert "precompute_logits" in command("ls", "precompute_logits")[1]  # a recipe without configs
+    code, stdout, stderr = command("ls", "gemna")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert "(did you mean 'gemma" in stderr
+
+
+def test_the_gpu_holds_18_bytes_of_each_weight_and_leaves_a_tenth_free() -> None:
+    assert needs(10**9) == "≥ 24 GB"  # 18 GB of 21.6
+    assert needs(1_200_000_000) == "≥ 24 GB"  # 21.6 GB
+    assert needs(1_200_000_001) == "≥ 48 GB"
+    assert needs(4 * 10**9) == "≥ 80 GB"  # 72 GB
+    assert needs(4 * 10**9 + 1) == "≥ 2 x 80 GB"
+    assert needs(70_553_706_496) == "≥ 16 x 80 GB"  # 1129 GB, 72 on each
+
+
+def test_lines_fit_a_terminal_and_stay_whole_in_a_pipe(command: Command) -> None:
+    with terminal() as screen:
+        ls.main([], standalone_mode=False)
+    shown, piped = screen.getvalue().splitlines(), command("ls")[1].splitlines()
+    assert max(map(len, shown)) <= 80
+    assert "…" in shown[0]
+    assert "…" not in piped[0]
+    # No column of a config is cut at 80, only sentences.
+    assert [line for line in shown if " GB  " in line] == [line for line in piped if " GB  " in line]

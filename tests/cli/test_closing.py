@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,15 @@ def test_shadow_checks_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert shown == ("shadow     2 checks, lowest SQNR -23.5 dB; fell back to high precision: layers.0.up")
 
 
-def test_what_is_not_known_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_known_is_left_out_and_a_run_without_a_step_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cfg = _cfg(tmp_path)
+    _show(cfg)
+    for records in ([], [{"step": 0, "eval_loss": 1.0}]):
+        _write(tmp_path, records)
+        _show(cfg)
+    assert capsys.readouterr().out == ""
     _write(tmp_path, [[1], "x", {"step": "2"}, {"step": 1, "loss": 2.0}])
     with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 2, "lo')
@@ -116,72 +124,41 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
     assert [line.split("  ")[0] for line in lines] == ["done", "files"]
 
 
-@pytest.mark.parametrize("records", [[], [{"step": 0, "eval_loss": 1.0}]])
-def test_a_run_without_a_step_says_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[Any]
-) -> None:
-    cfg = _cfg(tmp_path)
-    _show(cfg)
-    _write(tmp_path, records)
-    _show(cfg)
-    assert capsys.readouterr().out == ""
-
-
-def test_only_rank_0_speaks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = _cfg(tmp_path)
+@pytest.mark.parametrize(
+    ("rank", "ends_by", "has_summary", "has_report"),
+    [
+        ("0", None, True, True),
+        ("1", None, False, False),
+        ("0", DivergedError("three steps in a row"), False, True),
+        ("0", SystemExit(143), False, False),
+    ],
+)
+def test_rank_0_speaks_of_a_run_that_was_not_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    rank: str, ends_by: BaseException | None, has_summary: bool, has_report: bool,
+) -> None:  # fmt: skip
     _write(tmp_path, [_step(1)])
-    monkeypatch.setenv("RANK", "1")
-    _show(cfg)
-    assert capsys.readouterr().out == ""
-    monkeypatch.setenv("RANK", "0")
-    _show(cfg)
-    assert capsys.readouterr().out.startswith("done ")
+    monkeypatch.setenv("RANK", rank)
+    with suppress(DivergedError, SystemExit), closing.around(_cfg(tmp_path)):
+        if ends_by is not None:
+            raise ends_by
+    assert capsys.readouterr().out.startswith("done ") == has_summary
+    assert (tmp_path / "run" / "report.html").is_file() == has_report
 
 
-def test_a_run_that_diverged_has_a_report_and_no_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cfg = _cfg(tmp_path)
-    _write(tmp_path, [_step(1)])
-    with pytest.raises(DivergedError), closing.around(cfg):
-        raise DivergedError("three steps in a row")
-    assert capsys.readouterr().out == ""
-    assert (tmp_path / "run" / "report.html").is_file()
-
-
-def test_a_run_that_was_stopped_ends_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cfg = _cfg(tmp_path)
-    _write(tmp_path, [_step(1)])
-    with pytest.raises(SystemExit), closing.around(cfg):
-        raise SystemExit(143)
-    assert capsys.readouterr().out == ""
-    assert not (tmp_path / "run" / "report.html").exists()
-
-
-def test_files_that_cannot_be_read_do_not_fail_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cfg = _cfg(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("nothing of a run\n" * 3)
-    _show(cfg)
-    assert capsys.readouterr().out.startswith("note: no report of the run: ")
-
-
-@pytest.mark.parametrize("broken", ["read_run", "write_page", "summary"])
 def test_no_error_of_the_report_makes_a_finished_run_a_failed_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise MemoryError("no memory for a page")
 
     cfg = _cfg(tmp_path)
-    _write(tmp_path, [_step(1)])
-    monkeypatch.setattr(tool, broken, fails)
+    _write(tmp_path, ["nothing of a run"] * 3)
     _show(cfg)
-    out = capsys.readouterr().out
-    assert out == "note: no report of the run: MemoryError: no memory for a page\n"
+    assert capsys.readouterr().out.startswith("note: no report of the run: ")
+    _write(tmp_path, [_step(1)])
+    monkeypatch.setattr(tool, "summary", fails)
+    _show(cfg)
+    assert capsys.readouterr().out == "note: no report of the run: MemoryError: no memory for a page\n"
     with pytest.raises(DivergedError), closing.around(cfg):  # not the error of the report in its place
         raise DivergedError("three steps in a row")

@@ -12,7 +12,7 @@ from lptune.cli import completion
 from lptune.cli.main import cli
 from lptune.config import PRECISION_KINDS, PreferenceConfig, key_paths
 from tests.cli.conftest import Command
-from tests.helpers import cold
+from tests.helpers import cold, warm
 from tests.helpers.commands import COMMANDS
 
 
@@ -20,7 +20,7 @@ def complete(shell: str, folder: Path, *words: str) -> list[str]:
     """What the command answers to a shell: words are those before the cursor, the last one incomplete."""
     number = str(len(words) - 1) if shell != "fish" else words[-1]
     variables = {"COMP_WORDS": " ".join(words), "COMP_CWORD": number, "_LPTUNE_COMPLETE": f"{shell}_complete"}
-    done = cold.run("-m", "lptune", folder=folder, **variables)
+    done = warm.lptune([], folder=folder, environment=variables)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines() if done.stdout.strip() else []
     if shell == "zsh":
@@ -56,27 +56,6 @@ def test_bash_gets_the_part_behind_the_equals_sign_at_which_it_splits_words(tmp_
     assert complete("bash", tmp_path, *begin[:3], "data.source", "=", "ro") == ["file,ro"]
 
 
-def test_zsh_and_fish_get_whole_words(tmp_path: Path) -> None:
-    for shell in ("zsh", "fish"):
-        found = complete(shell, tmp_path, "lptune", "run", "full_finetune", "precision.kind=int8")
-        names = [kind for kind in PRECISION_KINDS if kind.startswith("int8")]
-        assert found == [f"plain,precision.kind={name}" for name in names]
-
-
-def test_the_recipe_of_a_config_decides_the_keys(tmp_path: Path) -> None:
-    arguments = ("lptune", "validate", "llama3_2/1b_kto", "kto.")
-    assert "plain,kto.beta=" in complete("bash", tmp_path, *arguments)
-    assert complete("bash", tmp_path, "lptune", "validate", "llama3_2/1b", "kto.") == []
-
-
-def test_other_names_are_offered_where_they_belong(tmp_path: Path) -> None:
-    assert "plain,h100" in complete("bash", tmp_path, "lptune", "plan", "--device", "h1")
-    assert "plain,llama3_2/tiny" in complete("bash", tmp_path, "lptune", "new-checkpoint", "llama3_2/t")
-    assert complete("bash", tmp_path, "lptune", "download", "allen") == ["plain,allenai/OLMo-2-1124-7B"]
-    assert "plain,precision.kind" in complete("bash", tmp_path, "lptune", "keys", "precision.k")
-    assert complete("bash", tmp_path, "lptune", "cat", "quick") == ["plain,quickstart"]
-
-
 def test_every_option_and_argument_that_names_a_recipe_or_config_has_candidates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -94,30 +73,11 @@ def _copied(command: click.Command) -> click.Command:
     return twin
 
 
-def test_a_wrong_word_before_the_cursor_offers_nothing_and_breaks_nothing(tmp_path: Path) -> None:
-    assert complete("bash", tmp_path, "lptune", "run", "full_dpo", "--config", "nothing", "x.") == []
-    assert complete("bash", tmp_path, "lptune", "run", "missing.py", "x.") == []
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_command_prints_the_script_that_the_variable_prints(
-    command: Command, tmp_path: Path, shell: str
-) -> None:
-    code, stdout, stderr = command("completion", shell)
-    assert (code, stderr) == (0, "")
-    done = cold.run("-m", "lptune", folder=tmp_path, _LPTUNE_COMPLETE=f"{shell}_source")
-    assert done.stdout.strip() == stdout.strip()
-    assert f"_LPTUNE_COMPLETE={shell}_complete" in stdout
-    if shutil.which(shell):  # bash is there; the others where they are installed
-        checked = subprocess.run([shell, "-n"], input=stdout, capture_output=True, text=True)
-        assert (checked.returncode, checked.stderr) == (0, "")
-
-
 def test_bash_itself_completes_with_the_script(command: Command, tmp_path: Path) -> None:
     script = command("completion", "bash")[1]
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "lptune"
-    program.write_text(f'#!/bin/sh\nexec "{_python()}" -m lptune "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{cold.command()[0]}" -m lptune "$@"\n')
     program.chmod(0o755)
     test = f"""{script}
         compopt() {{ echo "compopt" "$@"; }}
@@ -134,10 +94,6 @@ def test_bash_itself_completes_with_the_script(command: Command, tmp_path: Path)
     assert lines[-1] == "precision.grad_input= precision.grad_weight= precision.grad_format="
 
 
-def _python() -> str:
-    return cold.command()[0]
-
-
 def test_a_completion_imports_no_torch_nor_numpy(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom lptune.cli.main import main\n"
@@ -148,8 +104,27 @@ def test_a_completion_imports_no_torch_nor_numpy(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "HEAVY False False"
 
 
-def test_an_ordinary_command_does_not_prepare_completion(command: Command) -> None:
-    assert command("ls", "full_dpo")[0] == 0
-    assert not any(
-        isinstance(param.type, completion._Word) for each in COMMANDS.values() for param in each.params
-    )
+def test_names_are_offered_where_they_belong_and_none_where_a_word_before_them_is_wrong(
+    tmp_path: Path,
+) -> None:
+    for words, offered in (
+        ("plan --device h1", "plain,h100"),
+        ("new-checkpoint llama3_2/t", "plain,llama3_2/tiny"),
+        ("download allen", "plain,allenai/OLMo-2-1124-7B"),
+        ("keys precision.k", "plain,precision.kind"),
+        ("cat quick", "plain,quickstart"),
+        ("validate llama3_2/1b_kto kto.", "plain,kto.beta="),  # the recipe of the config decides the keys
+    ):
+        assert offered in complete("bash", tmp_path, "lptune", *words.split())
+    for words in ("validate llama3_2/1b kto.", "run full_dpo --config nothing x.", "run missing.py x."):
+        assert complete("bash", tmp_path, "lptune", *words.split()) == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_command_prints_a_script_that_the_shell_can_parse(command: Command, shell: str) -> None:
+    code, stdout, stderr = command("completion", shell)
+    assert (code, stderr) == (0, "")
+    assert f"_LPTUNE_COMPLETE={shell}_complete" in stdout
+    if shutil.which(shell):  # bash is there; the others where they are installed
+        checked = subprocess.run([shell, "-n"], input=stdout, capture_output=True, text=True)
+        assert (checked.returncode, checked.stderr) == (0, "")

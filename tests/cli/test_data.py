@@ -1,9 +1,6 @@
 """`lptune data`: what it prints, by which order of rows, and that it needs neither weights nor torch."""
 
 import json
-import os
-import pty
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,10 +75,6 @@ def test_a_row_a_document_and_held_out_rows_can_be_chosen(command: Command, keys
         (["--document", "20"], "--document: 20 is not there; they are numbered 0 to 19"),
         (["--row", "1", "--document", "1"], "exclude each other"),
         (["--held-out"], "--held-out: nothing is held out; set data.eval_fraction or data.eval_source"),
-        (["model.path=nowhere"], "model.path: nowhere is not a folder; `lptune download` fetches one"),
-        (["data.source=gone.jsonl"], "gone.jsonl: no such file"),
-        (["data.soruce=rows.jsonl"], "unknown key 'data.soruce' (did you mean 'data.source'?)"),
-        (["data.prompt_column=q"], "data.prompt_column"),
     ],
 )
 def test_a_mistake_is_one_line(command: Command, keys: list[str], arguments: list[str], message: str) -> None:
@@ -90,11 +83,7 @@ def test_a_mistake_is_one_line(command: Command, keys: list[str], arguments: lis
     assert message in stderr
 
 
-def test_without_a_config_it_says_so(command: Command) -> None:
-    assert command("data")[0] == 2
-
-
-def test_it_needs_no_torch_and_colours_a_terminal_only(keys: list[str], tmp_path: Path) -> None:
+def test_it_needs_no_torch(keys: list[str], tmp_path: Path) -> None:
     program = (
         "import sys\nfrom lptune.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\nfinally:\n    print('TORCH', 'torch' in sys.modules)\n"
@@ -103,23 +92,10 @@ def test_it_needs_no_torch_and_colours_a_terminal_only(keys: list[str], tmp_path
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "TORCH False"
 
+
+def test_a_terminal_gets_colours_and_no_escape_of_a_row(keys: list[str], tmp_path: Path) -> None:
     for variables, is_coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
-        ours, theirs = pty.openpty()
-        environment = cold.environment() | variables
-        process = subprocess.Popen(
-            cold.command(*cold.LPTUNE, "data", *keys), cwd=tmp_path, env=environment, stdout=theirs
-        )
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += (part := os.read(ours, 65536))
-            except OSError:  # how Linux reports that the terminal has no writer left
-                break
-            if not part:
-                break
-        os.close(ours)
-        assert process.wait() == 0
-        assert (b"\x1b[32m" in shown) == is_coloured
-        assert b"\x1b[2J" not in shown
-        assert rb"\x1b[2J" in shown
+        code = "import sys; sys.stdout.isatty = lambda: True\n"
+        code += "from lptune.cli.main import main; main(sys.argv[1:])"
+        shown = cold.run("-c", code, "data", *keys, folder=tmp_path, **variables).stdout
+        assert ("\x1b[32m" in shown, "\x1b[2J" in shown, r"\x1b[2J" in shown) == (is_coloured, False, True)

@@ -172,27 +172,6 @@ def test_only_safetensors_json_and_tokenizer_files_are_fetched_and_the_commit_is
     assert {path.name for path in (tmp_path / "again").iterdir() if path.is_file()} == WANTED
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment", "message"),
-    [
-        (["owner/pickled"], {}, "owner/pickled: holds no safetensors, only pytorch_model.bin, a pickle, which is never loaded; choose a repository or revision that does"),
-        (["owner/none"], {}, "owner/none: is not on the hub, or private (set HF_TOKEN)"),
-        (["owner/gated"], {}, "owner/gated: is gated; accept its terms on the hub, then set HF_TOKEN"),
-        (["owner/good", "--revision", "v9"], {}, "owner/good@v9: has no such revision"),
-        (["not a repo"], {}, "not a repo: is not a repository id; give OWNER/NAME, e.g. Qwen/Qwen3-0.6B"),
-        (["owner/good"], {"HF_HUB_OFFLINE": "1"}, "owner/good: HF_HUB_OFFLINE is set"),
-        (["owner/good"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "owner/good: http://127.0.0.1:9 does not answer as a hub does: "),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_downloaded_is_one_line_and_leaves_no_folder(
-    hub: Lptune, tmp_path: Path, arguments: list[str], environment: dict[str, str], message: str
-) -> None:
-    done = hub("download", *arguments, **environment)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith(f"error: {message}")
-    assert not (tmp_path / "checkpoints").exists()
-
-
 LIST, TREE, WEIGHTS = "api/models/owner/good/revision/main", f"/tree/{COMMIT}", "/model.safetensors"
 CONFIG = f"/{COMMIT}/config.json"
 
@@ -213,14 +192,11 @@ NO_HUB = "does not answer as a hub does"
     ("ending", "answer", "message"),
     [
         (LIST, _body(b"<html>please log in</html>"), NO_HUB),
-        (LIST, _body(b"[1]"), NO_HUB),
         (LIST, lambda hub: hub.refuse(500, ""), "500 Internal Server Error"),
-        (TREE, _body(b"<html>please log in</html>"), NO_HUB),
         (TREE, _body(b"{}"), "did not come from the hub as of 0123456789ab; download it again"),
         (WEIGHTS, lambda hub: hub.refuse(403, ""), "403: the token may not do this"),
         (WEIGHTS, lambda hub: hub.send(b"weights", commit="f" * 40), "did not come from the hub as of"),
         (WEIGHTS, lambda hub: hub.send(b"weights", etag="c" * 64), "differs from the file on the hub"),
-        (WEIGHTS, lambda hub: hub.send(b"weigh", etag=git_sha1(b"weights")), "differs from the file on the hub"),
         (CONFIG, lambda hub: hub.send(b"log in", etag=git_sha1(FILES["config.json"])), "differs from the file on the hub"),
     ],
 )  # fmt: skip
@@ -247,134 +223,8 @@ def test_what_no_hub_answers_is_one_line_and_leaves_no_file_that_a_run_would_tak
     assert {path.name for path in tmp_path.iterdir()} <= {"checkpoints", "hf_home"}  # nothing beside them
 
 
-def test_an_older_download_is_not_taken_for_one_of_the_commit_that_was_asked_for(
-    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert here("download", "owner/good")[0] == 0
-    newer = "f" * 40
-
-    def odd(hub: Hub, path: str) -> bool:
-        if path == LIST:
-            _listed(sha=newer)(hub)
-        elif newer in path:  # huggingface_hub then takes the folder that is there
-            hub.refuse(403, "")
-        return path == LIST or newer in path
-
-    monkeypatch.setattr(Hub, "odd", odd)
-    code, stdout, stderr = here("download", "owner/good")
-    assert (code, stdout) == (2, "")
-    assert "model.safetensors: did not come from the hub as of ffffffffffff" in stderr
-
-
-def test_a_variable_with_which_huggingface_hub_cannot_be_imported_is_one_line(hub: Lptune) -> None:
-    done = hub("download", "owner/good", HF_HUB_DOWNLOAD_TIMEOUT="soon")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "huggingface_hub cannot be imported: invalid literal for int() with base 10: 'soon'" in done.stderr
-
-
-@pytest.mark.parametrize("status", [403, 500])
-def test_a_password_in_the_endpoint_is_not_in_what_the_hub_is_said_to_have_refused(
-    here: Command, monkeypatch: pytest.MonkeyPatch, endpoint: str, status: int
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint.replace("//", "//user:s3cr3t@"))
-    monkeypatch.setattr(Hub, "odd", lambda hub, path: bool(hub.refuse(status, "")) or True)
-    code, stdout, stderr = here("download", "owner/good")
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
-    assert str(status) in stderr
-    assert "s3cr3t" not in stderr
-
-
-def test_addresses_are_printed_without_what_may_be_secret() -> None:
-    signed = "'403' for url 'https://a:b%40@c@cdn.co:81/x/y?X-Sig=1&b=2#f' (http://u:p'w@h/z), see a@b.c?d"
-    cut = "'403' for url 'https://cdn.co:81/x/y' (http://h/z), see a@b.c?d"
-    assert hub_requests.without_secrets(signed) == cut
-
-
-def test_a_token_is_no_option(hub: Lptune) -> None:
-    done = hub("download", "owner/good", "--token", "secret")
-    assert done.returncode == 2
-    assert "--token" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--ignore-patterns", "only safetensors, JSON and tokenizer files are fetched"),
-        ("--hf-token", "set HF_TOKEN"),
-    ],
-)
-def test_an_option_of_torchtunes_download_is_answered_without_repeating_its_value(
-    command: Command, option: str, said: str
-) -> None:
-    code, stdout, stderr = command("download", "owner/name", option, "s3cret")
-    assert (code, stdout) == (2, "")
-    assert said in stderr
-    assert "s3cret" not in stderr
-
-
 def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize(
-    ("target", "what"),
-    [("dest", "a link to nowhere"), ("nowhere", "a link to nowhere"), ("file", "not a folder")],
-)
-def test_a_link_that_leads_to_no_folder_is_no_place_for_a_download(
-    here: Command, tmp_path: Path, target: str, what: str
-) -> None:
-    (tmp_path / "file").write_text("precious")
-    (tmp_path / "dest").symlink_to(target)
-    message = f"error: dest: is {what}; choose another --output-dir\n"
-    assert here("download", "owner/good", "--output-dir", "dest") == (2, "", message)
-    assert not (tmp_path / "nowhere").exists()
-    assert (tmp_path / "file").read_text() == "precious"
-
-
-THEIRS = [
-    "config.json",
-    "model.safetensors",
-    "checkpoints/step-00000004/state.json",
-    "export/config.json",
-    "notes",
-]
-
-
-@pytest.mark.parametrize("dest", ["mine", "linked", "checkpoints/good"])
-@pytest.mark.parametrize("file", THEIRS)
-def test_a_folder_that_is_no_download_is_left_as_it_is(
-    here: Command, tmp_path: Path, file: str, dest: str
-) -> None:
-    theirs = tmp_path / "mine" / file
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("trained for a month")
-    (tmp_path / "linked").symlink_to("mine")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "good").symlink_to("../mine")
-    before = _contents(tmp_path / "mine")
-    assert here("download", "owner/good", *([] if "/" in dest else ["--output-dir", dest])) == (
-        2,
-        "",
-        f"error: {dest}: is not empty, and no download lies there; choose another --output-dir\n",
-    )
-    assert _contents(tmp_path / "mine") == before
-    assert Hub.requested == []
-
-
-def test_an_edited_config_survives_a_rerun_that_completes_the_download(here: Command, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints" / "good"
-    assert here("download", "owner/good")[0] == 0
-    assert here("download", "owner/good")[0] == 0
-    _edit(folder / "config.json")
-    (folder / "model.safetensors").unlink()
-    (folder / "notes.txt").write_text("mine")
-    code, stdout, stderr = here("download", "owner/good")
-    assert (code, stderr) == (0, "")
-    kept = "kept: checkpoints/good/config.json, which was changed since it was downloaded; remove it to get the hub's"
-    assert stdout.splitlines()[0] == kept
-    assert (folder / "config.json").read_bytes() == b"edited"
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
 
 
 def _lfs(hub: Hub, path: str) -> bool:
@@ -383,124 +233,6 @@ def _lfs(hub: Hub, path: str) -> bool:
     if is_large := "/resolve/" in path and name in ("model.safetensors", "tokenizer.json"):
         hub.send(FILES[name], etag=hashlib.sha256(FILES[name]).hexdigest())
     return is_large
-
-
-def test_an_edited_large_file_is_kept_and_said(
-    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Hub, "odd", _lfs)
-    assert here("download", "owner/good")[0] == 0
-    _edit(tmp_path / "checkpoints/good/tokenizer.json")
-    code, stdout, stderr = here("download", "owner/good")
-    assert (code, stderr) == (0, "")
-    assert stdout.startswith("kept: checkpoints/good/tokenizer.json, ")
-    assert (tmp_path / "checkpoints/good/tokenizer.json").read_bytes() == b"edited"
-
-
-@pytest.mark.parametrize("is_large", [True, False])
-def test_a_kill_before_huggingface_hub_has_noted_a_file_is_no_obstacle(
-    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
-) -> None:
-    def odd(hub: Hub, path: str) -> bool:  # blobId is then that of a pointer
-        if path == LIST:
-            sha256 = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
-            lfs = {"size": 7, "sha256": sha256, "pointerSize": 134}
-            weights = {"rfilename": "model.safetensors", "blobId": "c" * 40, "lfs": lfs}
-            config = {"rfilename": "config.json", "blobId": git_sha1(FILES["config.json"])}
-            _listed(siblings=[weights, config])(hub)
-        return path == LIST or _lfs(hub, path)
-
-    if is_large:
-        monkeypatch.setattr(Hub, "odd", odd)
-    folder = tmp_path / "checkpoints" / "good"
-    assert here("download", "owner/good")[0] == 0
-    for path in (folder / ".cache/huggingface/download").iterdir():
-        path.unlink()
-    code, stdout, stderr = here("download", "owner/good")
-    assert (code, stderr, "kept" in stdout) == (0, "", False)
-
-
-@pytest.mark.parametrize("is_large", [True, False])
-def test_a_copy_without_times_is_completed(
-    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
-) -> None:
-    if is_large:
-        monkeypatch.setattr(Hub, "odd", _lfs)
-    assert here("download", "owner/good")[0] == 0
-    shutil.copytree(tmp_path / "checkpoints/good", tmp_path / "copy")
-    for name in WANTED:
-        os.utime(tmp_path / "copy" / name, (2e9, 2e9))
-    (tmp_path / "copy/merges.txt").unlink()
-    code, stdout, stderr = here("download", "owner/good", "--output-dir", "copy")
-    assert (code, stderr, "kept" in stdout) == (0, "", False)
-    assert all((tmp_path / "copy" / name).read_bytes() == FILES[name] for name in WANTED)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_an_edit_with_an_older_time_is_seen(here: Command, tmp_path: Path, name: str) -> None:
-    file = tmp_path / "checkpoints/good" / name
-    assert here("download", "owner/good")[0] == 0
-    file.write_bytes(b"edited")
-    os.utime(file, (1, 1))  # so huggingface_hub takes it for what it has downloaded
-    code, stdout, stderr = here("download", "owner/good")
-    if name == "config.json":
-        assert (code, stdout.partition(",")[0]) == (0, "kept: checkpoints/good/config.json")
-    else:
-        assert (code, stdout) == (2, "")
-        assert "differs from the file on the hub (another digest); remove it" in stderr
-    assert file.read_bytes() == b"edited"
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left"), PermissionError(errno.EACCES, "Denied")]
-)
-def test_an_error_of_this_machine_is_not_said_to_be_the_hubs(
-    here: Command, monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
-    code, stdout, stderr = here("download", "owner/good")
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1), stderr
-    assert str(error.strerror) in stderr
-    assert NO_HUB not in stderr
-
-
-@pytest.mark.parametrize("kind", [TypeError, KeyError, ValueError])
-def test_a_bug_of_ours_is_not_said_to_be_the_hubs(
-    here: Command, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise kind("a bug")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
-    code, _, stderr = here("download", "owner/good")
-    assert code == 1
-    assert "Traceback" in stderr
-    assert NO_HUB not in stderr
-
-
-def _edit(file: Path) -> None:
-    file.write_bytes(b"edited")
-    later = file.stat().st_mtime + 5
-    os.utime(file, (later, later))
-
-
-@pytest.mark.parametrize("is_noted", [True, False])
-def test_changed_weights_are_named_and_left(here: Command, tmp_path: Path, is_noted: bool) -> None:
-    folder = tmp_path / "checkpoints" / "good"
-    assert here("download", "owner/good")[0] == 0
-    _edit(folder / "model.safetensors")
-    if not is_noted:
-        (folder / ".cache/huggingface/download/model.safetensors.metadata").unlink()
-    before = _contents(folder)
-    message = (
-        "error: checkpoints/good/model.safetensors: is not as it was downloaded, and would be overwritten; "
-        "move it away, or choose another --output-dir\n"
-    )
-    assert here("download", "owner/good") == (2, "", message)
-    assert _contents(folder) == before
 
 
 def test_a_download_of_another_repository_is_left_as_it_is(
@@ -516,3 +248,161 @@ def test_a_download_of_another_repository_is_left_as_it_is(
     )
     assert here("download", "owner/good", "--output-dir", "d") == (2, "", message)
     assert _contents(tmp_path / "d") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (
+            "owner/pickled",
+            {},
+            "owner/pickled: holds no safetensors, only pytorch_model.bin, a pickle, which is never",
+        ),
+        ("owner/none", {}, "owner/none: is not on the hub, or private (set HF_TOKEN)"),
+        ("owner/gated", {}, "owner/gated: is gated; accept its terms on the hub, then set HF_TOKEN"),
+        ("owner/good --revision v9", {}, "owner/good@v9: has no such revision"),
+        ("owner/good", {"HF_HUB_OFFLINE": "1"}, "owner/good: HF_HUB_OFFLINE is set"),
+        (
+            "owner/good",
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "owner/good: http://127.0.0.1:9 does not answer as a",
+        ),
+        (
+            "owner/good",
+            {"HF_HUB_DOWNLOAD_TIMEOUT": "soon"},
+            "huggingface_hub cannot be imported: invalid literal",
+        ),
+    ],
+)
+def test_what_cannot_be_downloaded_is_one_line_and_leaves_no_folder(
+    hub: Lptune, here: Command, tmp_path: Path, arguments: str, environment: dict[str, str], message: str
+) -> None:
+    if environment:  # huggingface_hub reads them when it is imported
+        done = hub("download", *arguments.split(), **environment)
+        code, stdout, stderr = done.returncode, done.stdout, done.stderr
+    else:
+        code, stdout, stderr = here("download", *arguments.split())
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert message in stderr
+    assert not stdout or "soon" in stdout, "which huggingface_hub prints"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_no_password_and_no_token_is_printed(
+    here: Command, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    signed = "'403' for url 'https://a:b%40@c@cdn.co:81/x/y?X-Sig=1&b=2#f' (http://u:p'w@h/z), see a@b.c?d"
+    cut = "'403' for url 'https://cdn.co:81/x/y' (http://h/z), see a@b.c?d"
+    assert hub_requests.without_secrets(signed) == cut
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint.replace("//", "//user:s3cr3t@"))
+    monkeypatch.setattr(Hub, "odd", lambda hub, path: bool(hub.refuse(500, "")) or True)
+    for more, said in (((), "500"), (("--hf-token", "s3cr3t"), "set HF_TOKEN")):
+        code, stdout, stderr = here("download", "owner/good", *more)
+        assert (code, stdout, said in stderr, "s3cr3t" in stderr) == (2, "", True, False), stderr
+
+
+@pytest.mark.parametrize("file", ["config.json", "checkpoints/step-00000004/state.json", "notes"])
+@pytest.mark.parametrize("dest", ["mine", "checkpoints/good"])
+def test_a_folder_that_is_no_download_is_left_as_it_is(
+    here: Command, tmp_path: Path, file: str, dest: str
+) -> None:
+    theirs = tmp_path / "mine" / file
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("trained for a month")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "good").symlink_to("../mine")
+    code, _, stderr = here("download", "owner/good", *([] if "/" in dest else ["--output-dir", dest]))
+    assert (code, f"{dest}: is not empty, and no download lies there" in stderr) == (2, True)
+    assert _contents(tmp_path / "mine") == {str(theirs): b"trained for a month"}
+    assert Hub.requested == []
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_an_edited_file_survives_a_rerun_that_completes_the_download(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    monkeypatch.setattr(Hub, "odd", _lfs)
+    folder = tmp_path / "checkpoints" / "good"
+    edited = folder / ("tokenizer.json" if is_large else "config.json")
+    assert here("download", "owner/good")[0] == 0
+    edited.write_bytes(b"edited")
+    later = edited.stat().st_mtime + 5
+    os.utime(edited, (later, later))
+    (folder / "model.safetensors").unlink()
+    (folder / "notes.txt").write_text("mine")
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stderr) == (0, "")
+    name = f"checkpoints/good/{edited.name}"
+    kept = f"kept: {name}, which was changed since it was downloaded; remove it to get the hub's"
+    assert stdout.splitlines()[0] == kept
+    assert edited.read_bytes() == b"edited"
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_copy_without_times_and_a_kill_before_a_file_is_noted_are_no_obstacle(
+    here: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr(Hub, "odd", _lfs)
+    assert here("download", "owner/good")[0] == 0
+    shutil.copytree(tmp_path / "checkpoints/good", tmp_path / "copy")
+    for name in WANTED:
+        os.utime(tmp_path / "copy" / name, (2e9, 2e9))
+    (tmp_path / "copy/merges.txt").unlink()
+    if not is_large:
+        for path in (tmp_path / "checkpoints/good/.cache/huggingface/download").iterdir():
+            path.unlink()
+        assert here("download", "owner/good")[0] == 0
+    code, stdout, stderr = here("download", "owner/good", "--output-dir", "copy")
+    assert (code, stderr, "kept" in stdout) == (0, "", False)
+    assert all((tmp_path / "copy" / name).read_bytes() == FILES[name] for name in WANTED)
+
+
+@pytest.mark.parametrize(
+    ("time_s", "is_noted", "said"),
+    [
+        (2e9, True, "is not as it was downloaded, and would be overwritten; move it away, or"),
+        (2e9, False, "is not as it was downloaded, and would be overwritten; move it away, or"),
+        (
+            1,
+            True,
+            "differs from the file on the hub (another digest); remove it",
+        ),  # which the hub's client keeps
+    ],
+)
+def test_changed_weights_are_named_and_left(
+    here: Command, tmp_path: Path, time_s: float, is_noted: bool, said: str
+) -> None:
+    folder = tmp_path / "checkpoints" / "good"
+    assert here("download", "owner/good")[0] == 0
+    (folder / "model.safetensors").write_bytes(b"edited")
+    os.utime(folder / "model.safetensors", (time_s, time_s))
+    if not is_noted:
+        (folder / ".cache/huggingface/download/model.safetensors.metadata").unlink()
+    before = _contents(folder)
+    code, stdout, stderr = here("download", "owner/good")
+    assert (code, stdout) == (2, "")
+    assert f"error: checkpoints/good/model.safetensors: {said}" in stderr
+    assert _contents(folder).items() >= {each for each in before.items() if ".cache" not in each[0]}
+
+
+@pytest.mark.parametrize(
+    ("called", "error", "code"),
+    [
+        ("file_download.http_get", OSError(errno.ENOSPC, "No space left"), 2),
+        ("file_download.http_get", PermissionError(errno.EACCES, "Denied"), 2),
+        ("snapshot_download", KeyError("a bug"), 1),
+    ],
+)
+def test_neither_an_error_of_this_machine_nor_a_bug_is_said_to_be_the_hubs(
+    here: Command, monkeypatch: pytest.MonkeyPatch, called: str, error: Exception, code: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(f"huggingface_hub.{called}", fail)
+    found, _, stderr = here("download", "owner/good")
+    assert (found, NO_HUB in stderr) == (code, False)
+    assert "Traceback" in stderr if code == 1 else str(error.args[1]) in stderr

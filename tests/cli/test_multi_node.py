@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
 from tests.helpers import cold, warm
 from tests.helpers.cold import ROOT, Finished
 
@@ -164,36 +163,6 @@ def test_one_ranks_failure_ends_both_machines_in_seconds_with_one_cause(
         return
     if what == "bug-1":
         assert "ZeroDivisionError" in (tmp_path / "bug-1/logs/rank-1.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--nnodes", "2"], "run: --nnodes 2: the machines need a place to meet; give all of them the same --rdzv-endpoint HOST:PORT, the name of one of them and a port that is free there"),
-        (["--nnodes", "2", "--rdzv-backend", "c10d"], "run: --rdzv-backend (or PET_RDZV_BACKEND): c10d: lptune's machines meet in their own way, in which nothing is unpickled; leave it out"),
-        (["--nnodes", "2", "--rdzv-endpoint", "localhost:0"], "run: --rdzv-endpoint: must be HOST:PORT with a port of 1 to 65535, found 'localhost:0'"),
-        (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--node-rank", "2"], "run: --node-rank: must be 0 to 1 (--nnodes 2), found '2'"),
-        (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--local-addr", "host-a"], "run: --local-addr: must be an address of this machine, found 'host-a'"),
-        (["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--rdzv-conf", "join_timeout=soon"], "run: --rdzv-conf: must be join_timeout=SECONDS, found 'join_timeout=soon'"),
-        (["--nnodes", "1:4", "--rdzv-endpoint", "localhost:1"], "run: --nnodes: 1:4: a run does not change its size while it runs; give one number, and start it again with another (resume: auto continues it)"),
-        (["--nnodes", "2", "--standalone"], "run: --standalone is for one machine, --nnodes is 2"),
-        (["--max-restarts", "3"], "run: --max-restarts: ranks are not restarted within a launch; run the same command again (resume: auto continues it)"),
-    ],
-)  # fmt: skip
-def test_a_launch_that_could_only_hang_is_one_line(
-    command: Command, toy: list[str], flags: list[str], message: str
-) -> None:
-    assert command("run", *flags, *toy) == (2, "", f"error: {message}\n")
-
-
-def test_machines_may_be_asked_for_by_torchruns_variables(
-    command: Command, toy: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a job of Kubernetes asks. Each machine would train alone."""
-    monkeypatch.setenv("PET_NNODES", "2")
-    code, _, errors = command("run", "--nproc-per-node=1", *toy)
-    assert code == 2
-    assert errors.startswith("error: run: --nnodes 2: the machines need a place to meet")
 
 
 def test_a_port_in_use_is_one_line(tmp_path: Path, toy: list[str]) -> None:

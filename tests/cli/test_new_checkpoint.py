@@ -3,7 +3,6 @@
 # ruff: noqa: E501  (messages are compared whole)
 
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lptune.cli import new_checkpoint
 from lptune.models import PRESETS
-from tests.base.test_progress import terminal
 from tests.cli.conftest import Command
 
 MESSAGES = [
@@ -89,23 +87,6 @@ def test_dtype_and_text_are_taken_from_the_options(command: Command) -> None:
     assert len(AutoTokenizer.from_pretrained("new")("abcabc zzzzzz").input_ids) == 3
 
 
-def test_a_text_that_has_no_end_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.mkfifo("pipe")
-    Path("to_zeros").symlink_to("/dev/zero")
-    refused = "error: --text {}: cannot be read as UTF-8 text: {}\n"
-    for name in ("pipe", "to_zeros"):
-        done = command("new-checkpoint", "llama3_2/tiny", "new", "--text", name)
-        assert done == (2, "", refused.format(name, "it is not a regular file"))
-    monkeypatch.setattr(new_checkpoint, "_MAX_TEXT_CHARS", 10)
-    Path("text").write_text("a" * 11)
-    code, _, stderr = command("new-checkpoint", "llama3_2/tiny", "new", "--text", "text")
-    assert (code, stderr) == (
-        2,
-        refused.format("text", "it is longer than 10 characters, so it is something else"),
-    )
-    assert not Path("new").exists()
-
-
 def test_a_large_checkpoint_is_written_in_shards_with_an_index(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,21 +97,6 @@ def test_a_large_checkpoint_is_written_in_shards_with_an_index(
     assert command("verify", "parts")[0] == 0
     whole, parts = (AutoModelForCausalLM.from_pretrained(name).state_dict() for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-def test_nothing_is_written_into_a_folder_that_holds_something(command: Command) -> None:
-    Path("full").mkdir()
-    Path("full", "mine.txt").write_text("mine")
-    Path("file").write_text("mine")
-    for dest in ("full", "file"):
-        code, _, stderr = command("new-checkpoint", "llama3_2/tiny", dest)
-        assert (code, stderr) == (
-            2,
-            f"error: {dest}: exists and is not an empty folder; choose another DEST\n",
-        )
-    assert [path.name for path in Path("full").iterdir()] == ["mine.txt"]
-    Path("empty").mkdir()
-    assert command("new-checkpoint", "llama3_2/tiny", "empty")[0] == 0
 
 
 def test_what_is_written_to_dest_meanwhile_stays_and_is_one_line(
@@ -147,25 +113,6 @@ def test_what_is_written_to_dest_meanwhile_stays_and_is_one_line(
     message = "error: empty: cannot be written: empty: Directory not empty\n"
     assert command("new-checkpoint", "llama3_2/tiny", "empty") == (2, "", message)
     assert [path.name for path in Path().rglob("*")] == ["empty", "mine.txt"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["llama3_2/tny", "new"], "llama3_2/tny: no such family and size (did you mean 'llama3_2/tiny'?)"),
-        (["llama3_2", "new"], "llama3_2: no such family and size (did you mean"),
-        (["llama3_2/tiny", "new", "--vocab-size", "100"], "Invalid value for '--vocab-size': 100 is not in the range 260<=x<=1000000"),
-        (["llama3_2/tiny", "new", "--text", "no.txt"], "--text no.txt: cannot be read as UTF-8 text:"),
-        (["llama3_2/tiny", "new", "--dtype", "int8"], "Invalid value for '--dtype': 'int8' is not one of 'float32', 'bfloat16'"),
-    ],
-)  # fmt: skip
-def test_a_wrong_argument_is_one_line_and_leaves_no_folder(
-    command: Command, arguments: list[str], message: str
-) -> None:
-    code, stdout, stderr = command("new-checkpoint", *arguments)
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert stderr.startswith(f"error: {message}")
-    assert list(Path().iterdir()) == []
 
 
 def test_verify_names_the_damage(command: Command) -> None:
@@ -193,49 +140,3 @@ def test_verify_names_the_damage(command: Command) -> None:
     weights.unlink()
     assert "holds no *.safetensors file" in command("verify", "new")[2]
     assert command("verify", "no") == (2, "", "error: no: no such folder\n")
-
-
-def test_verify_checks_a_checkpoint_against_its_manifest(command: Command) -> None:
-    from lptune.checkpoint import manifest
-
-    folder = Path("step-00000003")
-    folder.mkdir()
-    save_file({"a": torch.zeros(4)}, folder / "model.safetensors")
-    (folder / "state.json").write_text("{}\n")
-    shard = manifest.Shard(file="model.safetensors", start=0, rows=4, column=0, columns=1, at=0)
-    files = {path.name: manifest.describe_file(path) for path in folder.iterdir()}
-    manifest.write_manifest(folder, step=3, world_size=1, files=files, shards={"a": [shard]})
-    assert command("verify", str(folder)) == (
-        0,
-        f"ok: {folder}: step 3, 1 tensors of 1 rank(s), all bytes as saved\n",
-        "",
-    )
-    damaged = bytearray((folder / "model.safetensors").read_bytes())
-    damaged[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(damaged)
-    code, _, stderr = command("verify", str(folder))
-    assert (code, stderr.count("\n")) == (2, 1)
-    assert "sha256" in stderr
-
-
-def test_verify_says_that_a_head_is_not_tied_after_all(command: Command) -> None:
-    assert command("new-checkpoint", "llama3_2/tiny", "new")[0] == 0
-    tied = command("verify", "new")[1]
-    weights = Path("new/model.safetensors")
-    tensors = load_file(weights)
-    head = tensors["model.embed_tokens.weight"] * 2
-    save_file(tensors | {"lm_head.weight": head}, weights, metadata={"format": "pt"})
-    code, stdout, _ = command("verify", "new")
-    assert code == 0
-    assert stdout.startswith("note: new: lm_head.weight differs from model.embed_tokens.weight, so the head")
-    assert tied.startswith("ok: new: 0.1 M parameters")
-    assert f"ok: new: {0.1 + head.numel() / 1e6:.1f} M parameters" in stdout
-
-
-def test_on_a_terminal_the_command_says_that_it_is_at_work_and_leaves_one_line(tmp_path: Path) -> None:
-    arguments = ["llama3_2/tiny", str(tmp_path / "new")]
-    with terminal() as screen:
-        new_checkpoint.new_checkpoint.main(arguments, standalone_mode=False)
-    assert "making the checkpoint ..." in screen.getvalue()
-    assert len(screen.lines()) == 1
-    assert screen.lines()[0].startswith("new checkpoint ")

@@ -1,8 +1,11 @@
-"""The sdist and what is built of it: all that git keeps, and a README whose links lead somewhere."""
+"""The sdist, the wheel that is built of it and what is installed: nothing is missing, no link is dead."""
 
 import email
 import re
+import shutil
+import site
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -12,6 +15,9 @@ import pytest
 from lptune import __version__
 from tests.helpers import cold
 from tests.helpers.cold import ROOT
+
+SOURCES = ("pyproject.toml", "hatch_build.py", "LICENSE", "README.md", "lptune", "recipes", "configs")
+"""What a wheel is built of; the Dockerfile copies no more."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +35,11 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, built of the sdist."""
-    out = tmp_path_factory.mktemp("wheel_of_sdist")
-    done = cold.run("-m", "hatchling", "build", "-t", "wheel", "-d", str(out), folder=sdist)
+    """The unpacked wheel, built of SOURCES of the sdist."""
+    sources, out = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("wheel_of_sdist")
+    for name in SOURCES:
+        (shutil.copytree if (sdist / name).is_dir() else shutil.copy)(sdist / name, sources / name)
+    done = cold.run("-m", "hatchling", "build", "-t", "wheel", "-d", str(out), folder=sources)
     assert done.returncode == 0, done.stderr
     (archive,) = out.glob("*.whl")
     zipfile.ZipFile(archive).extractall(out)
@@ -66,6 +74,7 @@ def test_the_wheel_of_the_sdist_has_the_files_of_the_sources(sdist: Path, wheel:
     assert files(wheel / "lptune") - {f"_bundled/{name}" for name in bundled} == files(ROOT / "lptune")
     sources = {f"{kind}/{name}" for kind in ("recipes", "configs") for name in files(ROOT / kind)}
     assert bundled == sources
+    assert {path.name for path in wheel.iterdir() if not path.name.startswith("lptune-")} == {"lptune"}
 
 
 def test_the_readme_of_a_wheel_has_no_link_that_needs_a_clone(wheel: Path) -> None:
@@ -100,3 +109,36 @@ def test_a_message_of_an_installed_wheel_names_an_address(wheel: Path) -> None:
     assert said(ROOT) == "seq_len: see docs/resume.md (docs/a.md)"
     helped = cold.run("-m", "lptune", "run", "--help", folder=wheel, PYTHONPATH=str(wheel))
     assert f"{page}/multi_node.md" in re.sub(r"\s+", "", helped.stdout)
+
+
+def test_the_installed_wheel_works_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    environment, empty = tmp_path / "environment", tmp_path / "empty"
+    empty.mkdir()
+    cold.run("-m", "venv", "--without-pip", str(environment)).check_returncode()
+    packages = environment / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    # The dependencies are those of this interpreter; a .pth file comes after what is installed here.
+    outer = [path for path in site.getsitepackages() if Path(path).is_dir()]
+    (packages / "dependencies.pth").write_text("\n".join(outer) + "\n")
+    shutil.copytree(wheel / "lptune", packages / "lptune")
+    variables = cold.environment()
+    del variables["PYTHONPATH"]
+
+    def python(*arguments: str) -> str:
+        command = [str(environment / "bin" / "python"), *arguments]
+        done = subprocess.run(command, cwd=empty, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert python("-c", "import lptune; print(lptune.__file__)").startswith(str(packages))
+    lptune = ("-m", "lptune.cli.main")
+    assert python(*lptune, "cp", "full_finetune", "mine.py") == "copied full_finetune to mine.py\n"
+    assert (empty / "mine.py").read_text() == (ROOT / "recipes" / "full_finetune.py").read_text()
+    validated = python(*lptune, "validate", "mine.py", "--config", "llama3_2/1b", "data.source=rows.jsonl")
+    assert validated.startswith(f"ok: {packages}/lptune/_bundled/configs/llama3_2/1b.yaml fits mine.py")
+    (empty / "toy.py").write_text(
+        "from lptune.config import FinetuneConfig\n\n"
+        "def main(cfg: FinetuneConfig) -> None:\n    print(cfg.seed)\n"
+    )
+    told = python(*lptune, "run", "toy.py", "--config", "llama3_2/1b", "data.source=builtin", "seed=5")
+    assert told.startswith("recipe     toy.py, config llama3_2/1b\n")
+    assert told.endswith("\n5\n")

@@ -35,17 +35,16 @@ PARTIAL = [f"{TEMPORARY}{name}" for name in (*RUN_FILES, "export-0123456789ab", 
 def run(tmp_path: Path) -> Path:
     """A run's folder with an export, and links to both."""
     run = tmp_path / "run"
-    (run / "export").mkdir(parents=True)
+    for name in ("export", ".tmp-export-0"):
+        (run / name).mkdir(parents=True)
     (tmp_path / "sub").mkdir()
     (tmp_path / "alias").symlink_to(run)
     (tmp_path / "base").symlink_to("alias/export")
     return run
 
 
-@pytest.mark.parametrize(
-    "model", ["base", "alias/export", "sub/../run/export", "run/export", "run/./export/", "alias", "run"]
-)
-@pytest.mark.parametrize("output_dir", ["run", "alias", "sub/../alias", "base/.."])
+@pytest.mark.parametrize("model", ["base", "alias/export", "sub/../run/export", "alias", "run/.tmp-export-0"])
+@pytest.mark.parametrize("output_dir", ["run", "sub/../alias"])
 def test_a_model_in_the_place_of_the_run_is_refused_however_it_is_spelt(
     run: Path, model: str, output_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,17 +54,7 @@ def test_a_model_in_the_place_of_the_run_is_refused_however_it_is_spelt(
     check_inputs_stay(_config(model, "sub"))
 
 
-def test_a_model_below_a_folder_that_the_run_renames_is_refused_and_one_beside_it_is_not(
-    tmp_path: Path,
-) -> None:
-    for name in ("checkpoints/Llama", "models/Llama"):
-        (tmp_path / name).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"the model in model\.path"):
-        check_inputs_stay(_config(tmp_path / "checkpoints/Llama", tmp_path))
-    check_inputs_stay(_config(tmp_path / "models/Llama", tmp_path))
-
-
-@pytest.mark.parametrize("name", [*RUN_FILES, *PARTIAL, "export/rows.jsonl", "logs/rank-1.log"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", PARTIAL[0], "export/rows.jsonl", "logs/rank-1.log"])
 def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     rows = run / name
     rows.parent.mkdir(exist_ok=True)
@@ -86,16 +75,8 @@ def test_data_in_the_place_of_the_run_is_refused(run: Path, name: str) -> None:
     check_inputs_stay(_config(run.parent / "sub", run, str(other)))
 
 
-def test_a_model_under_a_temporary_name_of_the_run_is_refused(run: Path) -> None:
-    for name in PARTIAL:
-        (run / name).mkdir()
-        with pytest.raises(UserError, match=r"overwrite the model in model\.path"):
-            check_inputs_stay(_config(run / name, run))
-        (run / name).rmdir()
-
-
 @pytest.mark.parametrize("is_there", [False, True])
-@pytest.mark.parametrize("output_dir", ["runs/new", "runs/../runs/new", "alias/new", "runs/newer/../new"])
+@pytest.mark.parametrize("output_dir", ["runs/new", "alias/new"])
 def test_a_cache_is_refused_in_the_place_of_a_run_whether_or_not_the_run_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str, is_there: bool
 ) -> None:
@@ -109,16 +90,6 @@ def test_a_cache_is_refused_in_the_place_of_a_run_whether_or_not_the_run_has_beg
                 check_inputs_stay(_config("model", output_dir, cache=f"{spelling}/{name}"))
     for cache in ("runs", "runs/newer", "runs/new/cache", "runs/new/x/export", "auto", "none", "new/export"):
         check_inputs_stay(_config("model", output_dir, cache=cache))
-
-
-def test_a_source_with_a_brace_in_its_path_is_refused_like_any_other(tmp_path: Path) -> None:
-    run = tmp_path / "{run}"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("{}")
-    for source in (run / "metrics.jsonl", run / "m*.jsonl"):
-        with pytest.raises(UserError, match=r"which data\.source names"):
-            check_inputs_stay(_config("model", run, str(source)))
-    check_inputs_stay(_config("model", run, chat_template="{{ 1 }}/**", prompt_template="{a}\n*"))
 
 
 def test_a_pattern_reaches_as_deep_as_the_reader_of_the_data_does(

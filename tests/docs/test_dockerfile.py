@@ -3,7 +3,7 @@
 import fnmatch
 import re
 
-from tests.cli import test_wheel
+from tests.cli import test_sdist
 from tests.helpers.docs_pages import ROOT
 
 TEXT = re.sub(r"\\\n\s*", " ", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
@@ -19,7 +19,7 @@ def test_the_image_copies_what_is_there_and_not_ignored() -> None:
     for source in sources:
         assert (ROOT / source).exists(), source
         assert any(fnmatch.fnmatch(source.split("/")[0], each) for each in kept), source
-    assert set(test_wheel.SOURCES) <= set(sources)  # hatchling builds the wheel of these
+    assert set(test_sdist.SOURCES) <= set(sources)  # hatchling builds the wheel of these
 
 
 def test_the_image_has_a_pinned_base_no_root_and_packages_with_digests() -> None:

@@ -53,12 +53,3 @@ def test_only_the_commands_of_the_core_are_there(copy: Path, tmp_path: Path) -> 
     done = lptune(copy, "report", "run", folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: No such command 'report'")
-
-
-def test_a_config_with_unknown_keys_is_refused_all_the_same(copy: Path, tmp_path: Path) -> None:
-    (tmp_path / "other.yaml").write_text(
-        "tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer}\n"
-    )
-    done = lptune(copy, "validate", "other.yaml", folder=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: other.yaml: unknown key")

@@ -1,7 +1,7 @@
 """Which kind of precision is fastest for this model on this device, and what does it cost?
 
-layers.py      the linear layers of a model by shape: those that read one input are one group
-measure.py     times each group in each kind, and the rest of the step once
+measure.py     times the linear layers of a model in each kind, by groups that read one input, and the rest of
+               the step once
 from_times.py  from these times to a step of each kind, a ranking and a recommendation
 quality.py     the loss of each kind before any training: measured here, or of a published model
 report.py      the text

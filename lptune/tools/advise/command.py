@@ -5,7 +5,6 @@ a prediction, and says so.
 """
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from lptune.base.errors import UserError
 from lptune.base.files import write_errors, write_text
 from lptune.base.text import wrapped
 from lptune.cli import catalog, planned_model, preflight, recipe
-from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import PathArgument, check_new_config
 from lptune.config import (
     PRECISION_KINDS,
     RunConfig,
@@ -91,7 +90,9 @@ def advise(
     cfg.check_ranks(world_size)
     num_data_ranks = world_size // cfg.parallel.tensor
     if write is not None:
-        _check_write(write)
+        check_new_config(write, "--write: ")
+        if not write.parent.is_dir():
+            raise UserError(f"--write: {write.parent}: no such folder; make it")
     if write is not None or measures_quality:
         with_data = recipe.load(recipe_path, path, overrides)  # data.source may be missing
     if measures_quality:
@@ -130,7 +131,7 @@ def advise(
         how = "timed on" if is_here else "predicted, not measured, for"
         comment = source_text(advice, setting, how)
         text = _written(cfg, recipe_path, path, overrides, advice, comment, write)
-        _check_write(write)  # once more: the answer took minutes
+        check_new_config(write, "--write: ")  # once more: the answer took minutes
         with write_errors(f"--write: {write}:", "choose another name"):
             write_text(write, text, shared=True)
         click.echo(f"written: {write}")
@@ -165,16 +166,6 @@ def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
     }
     names = [name for name, is_so in left_out.items() if is_so]
     return [f"not in these figures: {', '.join(names)}"] if names else []
-
-
-def _check_write(write: Path) -> None:
-    """Raises UserError for a place that cannot be written."""
-    if os.path.lexists(write):
-        raise UserError(f"--write: {write} exists; choose another name")
-    if not write.parent.is_dir():
-        raise UserError(f"--write: {write.parent}: no such folder; make it")
-    if write.suffix not in (".yaml", ".yml"):
-        raise UserError(f"--write: {write}: the name of a config ends in .yaml")
 
 
 def _written(

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lptune.config import PRECISION_KINDS
-from lptune.tools.advise.layers import Group, skip_patterns
-from lptune.tools.advise.measure import Measured, Times
+from lptune.tools.advise.measure import Group, Measured, Times, skip_patterns
 from lptune.tools.advise.quality import PUBLISHED, Quality
 
 WORTH = 1.03

@@ -1,6 +1,6 @@
 """Times a model's linear layers in every kind, and the rest of its training step once, on this device.
 
-    groups   linear layers that read one input (layers.py), each beside the same layers in `none`: forward and
+    groups   linear layers that read one input, each beside the same layers in `none`: forward and
              backward of a micro-batch with quantization; and their update, which makes the compute weights
     rest     one block of each kind of block, with embedding, head and loss, in `none`
 
@@ -10,13 +10,19 @@ bits. The kinds and `none` take turns. Of several rounds the fastest counts: oth
 
 The time is bounded: a shorter micro-batch is timed if the whole one would not leave time to compile
 (`timed_tokens`), and after `seconds` nothing new begins. The rest and the largest group are always timed.
+
+q, k and v read one x, and so do gate and up: in low precision x is quantized once for all of them. Timed one
+by one, each would pay for it, and low precision would look slower than it is in a step. Groups with the same
+shapes are timed once and counted.
 """
 
 import dataclasses
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +35,103 @@ from lptune.base.errors import UserError
 from lptune.base.text import size_text
 from lptune.config import ParallelConfig, PrecisionConfig, RunConfig
 from lptune.distributed import World
-from lptune.tools.advise.layers import Group, Shape, groups_of
+
+
+class Shape(NamedTuple):
+    """A linear layer: K in_features, N out_features."""
+
+    name: str
+    """The last component of its name: `q_proj`."""
+    in_features: int
+    out_features: int
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linear layers that read one input, and how often the model has them."""
+
+    shapes: tuple[Shape, ...]
+    modules: tuple[str, ...]
+    """The names of the modules that hold them: `model.layers.0.self_attn`."""
+
+    @property
+    def count(self) -> int:
+        """How often the model has the group."""
+        return len(self.modules)
+
+    @property
+    def label(self) -> str:
+        """The names without what they share: `q,k,v`, `down`."""
+        return ",".join(shape.name.removesuffix("_proj") for shape in self.shapes)
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights of one group, without biases."""
+        return sum(shape.in_features * shape.out_features for shape in self.shapes)
+
+    @property
+    def out_text(self) -> str:
+        """The output sizes, equal ones counted: `2048+2x1024`."""
+        sizes = [shape.out_features for shape in self.shapes]
+        counts = {size: sizes.count(size) for size in sizes}
+        return "+".join(f"{count}x{size}" if count > 1 else f"{size}" for size, count in counts.items())
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """The full names of all its layers."""
+        return tuple(f"{module}.{shape.name}" for module in self.modules for shape in self.shapes)
+
+
+def groups_of(model: nn.Module, plan: linear.Plan) -> list[Group]:
+    """The groups of the layers that `plan` converted, those with the most FLOPs in a model first.
+
+    model: the one that was converted, also on meta.
+    """
+    converted = {layer.name for layer in plan.converted}
+    found: dict[tuple[Shape, ...], list[str]] = {}
+    for name, module in model.named_modules():
+        children = {leaf: child for leaf, child in module.named_children() if isinstance(child, nn.Linear)}
+        names = [leaf for leaf in children if f"{name}.{leaf}".lstrip(".") in converted]
+        for together in _together(names):
+            shapes = tuple(_shape(leaf, children[leaf]) for leaf in together)
+            found.setdefault(shapes, []).append(name)
+    groups = [Group(shapes, tuple(modules)) for shapes, modules in found.items()]
+    return sorted(groups, key=lambda group: -group.num_weights * group.count)
+
+
+def skip_patterns(slow: Iterable[Group], others: Iterable[Group]) -> tuple[str, ...]:
+    """Patterns for `precision.skip` that match the layers of `slow` and none of `others`.
+
+    A layer name without its module (`k_proj`), or with the number of the block where only some blocks have
+    this shape.
+    """
+    slow = list(slow)
+    taken = {name for group in others for name in group.layer_names}
+    leaves_taken = {name.rpartition(".")[2] for name in taken}
+    found: dict[str, None] = {}
+    for group in slow:
+        for name in group.layer_names:
+            leaf = name.rpartition(".")[2]
+            found[leaf if leaf not in leaves_taken else re.sub(r"^model\.", "", name)] = None
+    return tuple(found)
+
+
+def _shape(name: str, module: nn.Linear) -> Shape:
+    return Shape(name, module.in_features, module.out_features, module.bias is not None)
+
+
+def _together(names: list[str]) -> list[list[str]]:
+    """`names` of one module, by the input that they read."""
+    groups: list[list[str]] = []
+    left = list(names)
+    for readers in linear.READ_ONE_INPUT:
+        group = [name for name in readers if name in left]
+        if group:
+            groups.append(group)
+            left = [name for name in left if name not in group]
+    return [*groups, *([name] for name in left)]
+
 
 LEAST_ROUNDS, MOST_ROUNDS = 4, 12
 _WARM_UP = 1

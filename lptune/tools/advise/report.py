@@ -9,8 +9,7 @@ from lptune.hardware.devices import Device
 from lptune.plan.fit import fits
 from lptune.plan.from_counts import predictable
 from lptune.tools.advise.from_times import WORTH, Advice, parts_of
-from lptune.tools.advise.layers import Group
-from lptune.tools.advise.measure import Measured
+from lptune.tools.advise.measure import Group, Measured
 from lptune.tools.advise.quality import PUBLISHED, Quality
 
 _PER_TABLE = 4

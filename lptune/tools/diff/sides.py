@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lptune.base.text import group_name, table, without_number, wrapped
-from lptune.tools.report.plan import COLUMNS, Plan
-from lptune.tools.report.run import Run, read_run
+from lptune.tools.report.run import COLUMNS, Plan, Run, read_run
 from lptune.tools.report.summary import NOT_COMPARED, differing_keys, loss_text, steps_text
 
 TOLERANCE = 1e-3

@@ -1,10 +1,8 @@
 """What a machine offers to a run, found by probes: `lptune doctor`.
 
     line.py        Line, one finding, and `examined`, which turns a failing probe into a finding
-    host.py        processor, memory, limits, disks: files of the system, no torch
-    software.py    versions, compiler, caches, environment variables: no torch
-    with_torch.py  GPUs, collectives, torch.compile: in a child process
-    kinds.py       the kinds, their speed, the recommendation: in the child process
+    host.py        processor, memory, disks, versions, compiler, caches, environment: no torch
+    with_torch.py  GPUs, kinds and their speed, collectives, torch.compile: in a child process
     child.py       that process, and its reader
 
 Each probe is a function without side effects on the machine that yields Lines. What a probe raises is one of

@@ -41,6 +41,10 @@ def doctor(
     """
     if arguments and config_name is None:
         raise click.UsageError("RECIPE and key=value need --config CONFIG")
+    cfg: Any = None
+    if config_name is not None:
+        recipe_path, config_path, overrides = recipe.split(config_name, arguments)
+        cfg = recipe.load(recipe_path, config_path, overrides)  # wrong input is an error, as in every command
     from lptune.tools.doctor.child import Child
     from lptune.tools.doctor.line import PROBLEM, Line
 
@@ -50,7 +54,7 @@ def doctor(
         click.echo(f"lptune {__version__} doctor; torch is being imported for the later lines")
     with Child(measure=not no_measure) as child:
         section = ""
-        for line in _lines(config_name, arguments, child.lines()):
+        for line in _lines(cfg, str(config_name), child.lines()):
             found.append(line)
             if as_json or line.section == "recommendation":
                 continue
@@ -68,24 +72,20 @@ def doctor(
         context.exit(2)
 
 
-def _lines(config_name: str | None, arguments: tuple[str, ...], of_child: Iterable[Any]) -> Iterator[Any]:
-    """The findings of this process, then those of the child."""
-    from lptune.tools.doctor import host, software
+def _lines(cfg: Any, name: str, of_child: Iterable[Any]) -> Iterator[Any]:
+    """The findings of this process, then those of the child. cfg: the config `name`; None: no config."""
+    from lptune.tools.doctor import host
     from lptune.tools.doctor.line import examined
 
-    cfg: Any = None
-    if config_name is not None:
-        recipe_path, config_path, overrides = recipe.split(config_name, arguments)
-        cfg = recipe.load(recipe_path, config_path, overrides)  # wrong input is an error, as in every command
     disks = partial(host.disks, getattr(cfg, "output_dir", None))
     disks.__name__ = "disks"  # type: ignore[attr-defined]
     yield from examined("processor", [host.cpu])
     yield from examined("memory and disk", [host.memory, host.limits, disks])
-    yield from examined("software", [software.versions, software.compiler, software.caches])
-    yield from examined("environment", [software.environment])
+    yield from examined("software", [host.versions, host.compiler, host.caches])
+    yield from examined("environment", [host.environment])
     if cfg is not None:
-        check = partial(_check_config, cfg, str(config_name))
-        check.__name__ = str(config_name)  # type: ignore[attr-defined]
+        check = partial(_check_config, cfg, name)
+        check.__name__ = name  # type: ignore[attr-defined]
         yield from examined("config", [check])
     yield from of_child
 

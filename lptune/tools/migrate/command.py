@@ -5,10 +5,9 @@ from pathlib import Path
 import click
 
 from lptune.base.errors import UserError
-from lptune.base.files import kind_of, write_errors, write_text
+from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, interrupts, recipe
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_above
+from lptune.cli.places import PathArgument, check_new_config
 
 _TOOLS = ("torchtune", "torchtitan", "axolotl")
 
@@ -43,7 +42,7 @@ def migrate(
     from lptune.tools.migrate.report import to_text, to_yaml
 
     if output is not None:
-        _check_new(output)
+        check_new_config(output)
     draft = migrate(file, tool, num_ranks=world_size, num_steps=num_steps)
     name = "my.yaml" if output is None else str(output)
     text = to_yaml(draft, name)
@@ -54,14 +53,6 @@ def migrate(
     click.echo(to_text(draft, name), err=output is None)
     if output is None:
         click.echo(text, nl=False)
-
-
-def _check_new(output: Path) -> None:
-    check_above(output)
-    if kind_of(output):
-        raise UserError(f"{output}: exists; choose another name, or remove it first")
-    if output.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{output}: a config ends in .yaml")
 
 
 def _write(output: Path, text: str) -> None:

@@ -6,20 +6,37 @@ full_finetune_single_device and full_finetune_distributed.
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from lptune.tools.migrate import torchtune_data
-from lptune.tools.migrate.common import MASTER, set_batches, set_defaults
 from lptune.tools.migrate.draft import (
+    BY_DESIGN,
+    DECAY,
+    EIGHT_BIT,
+    MASTER,
+    NOT_NEEDED,
     NOT_OFFERED,
     OFF,
+    PAGED,
+    PROMPTS,
+    UNKNOWN,
+    WARMUP,
     Draft,
+    Rules,
     choice,
+    drop,
+    each,
+    if_on,
+    integer_to,
+    later,
     leaves,
+    number_to,
     refuse,
+    set_batches,
+    set_defaults,
+    to,
     walk,
 )
-from lptune.tools.migrate.torchtune_keys import NO_LIMIT, RULES
 
 _MAX_REFERENCES = 32
 
@@ -29,7 +46,7 @@ def fill(draft: Draft) -> None:
     draft.values = _resolved(draft, draft.values)
     _check_kind(draft)
     walk(draft, RULES, ("clip_grad_norm", "seed", "run_val_every_n_steps", "tokenizer.max_seq_len"))
-    torchtune_data.fill(draft)
+    _fill_data(draft)
     _set_batches(draft)
     _set_float8(draft)
     _set_activations(draft)
@@ -138,5 +155,425 @@ def _fill_in(draft: Draft) -> None:
         draft.ask("model.path", "the folder of a Hugging Face checkpoint")
 
 
-def _dtype(draft: Draft, key: str, value: Any) -> None:
-    choice("compute_dtype", {"bf16": ("bfloat16", MASTER), "fp32": ("float32", "")})(draft, key, value)
+_FILES = {"json": ".jsonl", "csv": ".csv", "text": ".txt", "parquet": ".parquet"}
+"""Names that `datasets` takes for a kind of file, whose path is under data_files."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """What a builder reads if its arguments do not say otherwise."""
+
+    format: str
+    source: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """The builder's word for a column -> our key."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The builder's word for a column -> the column, if column_map does not say it."""
+    trains_on_prompt: bool = False
+    text: str = PROMPTS
+
+
+_PAIRS = {"input": "prompt_column", "output": "response_column"}
+_ALPACA = Builder(
+    "pairs",
+    "tatsu-lab/alpaca",
+    {"instruction": "prompt_column", "input": "input_column", "output": "response_column"},
+    {"instruction": "instruction", "input": "input", "output": "output"},
+    trains_on_prompt=True,
+    text=f"without the sentences of Alpaca around instruction and input; {PROMPTS}",
+)
+BUILDERS = {
+    "alpaca_dataset": _ALPACA,
+    "alpaca_cleaned_dataset": Builder(
+        "pairs", "yahma/alpaca-cleaned", _ALPACA.columns, _ALPACA.names, True, _ALPACA.text
+    ),
+    "instruct_dataset": Builder("pairs", None, _PAIRS, {"input": "input", "output": "output"}),
+    "grammar_dataset": Builder("pairs", "liweili/c4_200m", _PAIRS, {"input": "input", "output": "output"}),
+    "samsum_dataset": Builder("pairs", "Samsung/samsum", _PAIRS, {"input": "dialogue", "output": "summary"}),
+    "chat_dataset": Builder("chat"),
+    "slimorca_dataset": Builder("chat", "Open-Orca/SlimOrca-Dedup", names={"messages": "conversations"}),
+    "text_completion_dataset": Builder("text", text=""),
+    "wikitext_dataset": Builder("text", "EleutherAI/wikitext_document_level", text=""),
+    "cnn_dailymail_articles_dataset": Builder(
+        "text", "ccdv/cnn_dailymail", names={"text": "article"}, text=""
+    ),
+}
+_COLUMN_KEYS = {"column": "text_column", "conversation_column": "messages_column"}
+_NOT_NEEDED = {
+    "conversation_style": "both styles of chats are recognised",
+    "split_across_pack": "documents are not cut to fill a row; long texts are cut into chunks",
+    "add_eos": "a text ends with the end token",
+}
+
+
+def _fill_data(draft: Draft) -> None:
+    """data.source and its keys from `dataset`, data.eval_source from `dataset_val`."""
+    dataset = draft.get("dataset")
+    listed = dataset if isinstance(dataset, list) else [] if dataset is None else [dataset]
+    found = [_entry(draft, f"dataset[{i}]" if dataset is listed else "dataset", each)
+             for i, each in enumerate(listed)]  # fmt: skip
+    entries = [each for each in found if each is not None]
+    if not entries or len(entries) < len(found):
+        draft.set("data.source", "FILL-IN.jsonl")
+        draft.ask("data.source", "a file, a folder, a glob or a hub data set")
+    elif dataset is listed:
+        _set_sources(draft, entries)
+    else:
+        for ours, (value, keys, note) in entries[0].items():
+            draft.set(f"data.{ours}", value, *keys, note=note)
+    if draft.value_of("data.packing") is None:
+        draft.set("data.packing", False)
+    _evaluation(draft)
+
+
+_OF_ALL = ("train_on_prompt", "packing")
+"""Keys of ours that hold for all sources; each data set of torchtune has its own."""
+
+
+def _set_sources(draft: Draft, entries: "list[Entry]") -> None:
+    """data.source of several data sets, and the keys that they must agree about."""
+    plain = [{ours: each[0] for ours, each in entry.items() if ours not in _OF_ALL} for entry in entries]
+    notes = dict.fromkeys(each[2] for entry in entries for each in entry.values() if each[2])
+    names = [f"dataset[{i}]" for i in range(len(entries))]
+    draft.set("data.source", plain, *names, note="; ".join(notes))
+    for ours in _OF_ALL:
+        keys = [key for entry in entries if ours in entry for key in entry[ours][1]]
+        # A text has no prompt, so it has no opinion.
+        asked = [entry for entry in entries if ours != "train_on_prompt" or entry["format"][0] != "text"]
+        values = {entry[ours][0] if ours in entry else False for entry in asked}
+        if len(values) > 1:
+            text = "is one for all sources, and these data sets differ"
+            draft.set(f"data.{ours}", False, *keys, note=f"data.{ours} {text}")
+            draft.ask(f"data.{ours}", f"true or false: it {text}")
+        elif keys:
+            draft.set(f"data.{ours}", values.pop(), *keys)
+
+
+def _evaluation(draft: Draft) -> None:
+    value = draft.get("dataset_val")
+    if value is None:
+        return
+    found = _entry(draft, "dataset_val", value)
+    if found is None:
+        draft.ask("data.eval_source", "held-out data")
+        return
+    for ours, (value, keys, note) in found.items():
+        if ours in ("source", "split"):
+            draft.set(f"data.eval_{ours}", value, *keys, note=note if ours == "source" else "")
+        elif value == draft.value_of(f"data.{ours}"):
+            for key in keys:
+                draft.drop(key, NOT_NEEDED, f"data.{ours} holds for held-out data, too")
+        else:
+            for key in keys:
+                draft.drop(key, NOT_OFFERED, f"data.{ours} is one for both")
+
+
+Entry = dict[str, tuple[Any, tuple[str, ...], str]]
+"""Our key, below data -> value, keys of theirs, what differs."""
+
+
+def _entry(draft: Draft, key: str, value: Any) -> Entry | None:
+    """The `Entry` of one dataset; None if its builder is not known."""
+    if not isinstance(value, Mapping):
+        raise draft.error(key, f"must be a section with `_component_`, found {value!r:.60}")
+    name = str(value.get("_component_", "")).rpartition(".")[2]
+    builder = BUILDERS.get(name)
+    if builder is None:
+        draft.drop(key, NOT_OFFERED, f"{name or 'a dataset without _component_'} is not known")
+        return None
+    component = f"{key}._component_"
+    rest = {name: each for name, each in value.items() if name != "_component_" and each is not None}
+    for name in [name for name, inner in value.items() if inner is None]:
+        draft.drop(f"{key}.{name}", OFF)
+    found: Entry = {
+        "source": _source(draft, key, builder, rest),
+        "format": (builder.format, (component,), ""),
+    }
+    if (split := rest.pop("split", None)) is not None:
+        found["split"] = (split, (f"{key}.split",), "")
+    _columns(draft, key, builder, rest, found)
+    prompt = rest.pop("train_on_input", None)
+    if builder.format != "text" and bool(prompt if prompt is not None else builder.trains_on_prompt):
+        origin = f"{key}.train_on_input" if prompt is not None else component
+        found["train_on_prompt"] = (True, (origin,), "")
+    elif prompt is not None:
+        draft.drop(f"{key}.train_on_input", OFF)
+    _others(draft, key, rest, found)
+    return found
+
+
+def _source(
+    draft: Draft, key: str, builder: Builder, rest: dict[str, Any]
+) -> tuple[Any, tuple[str, ...], str]:
+    source = rest.pop("source", None)
+    keys: tuple[str, ...] = (f"{key}.source",) if source is not None else (f"{key}._component_",)
+    source = source or builder.source
+    files = rest.pop("data_files", None)
+    if source in _FILES and files is not None:
+        return files, (*keys, f"{key}.data_files"), builder.text
+    if files is not None:
+        draft.drop(f"{key}.data_files", NOT_OFFERED, "files of a hub data set; download them and name them")
+    if source is None:
+        draft.ask("data.source", f"{key} names no source")
+        source = "FILL-IN.jsonl"
+    for name in ("name", "subset"):
+        if (config := rest.pop(name, None)) is not None:
+            source, keys = f"{source}:{config}", (*keys, f"{key}.{name}")
+    return source, keys, builder.text
+
+
+def _columns(draft: Draft, key: str, builder: Builder, rest: dict[str, Any], found: Entry) -> None:
+    names = dict(builder.names)
+    mapped = rest.pop("column_map", None) or {}
+    for word, column in mapped.items():
+        ours = builder.columns.get(word)
+        if ours is None:
+            draft.drop(f"{key}.column_map.{word}", UNKNOWN)
+        else:
+            found[ours] = (column, (f"{key}.column_map.{word}",), "")
+    for word, ours in builder.columns.items():
+        if word in names and names[word] != word and ours not in found:
+            found[ours] = (names[word], (f"{key}._component_",), "")
+    for word, ours in {"messages": "messages_column", "text": "text_column"}.items():
+        if word in names:
+            found[ours] = (names[word], (f"{key}._component_",), "")
+    for word, ours in _COLUMN_KEYS.items():
+        if (column := rest.pop(word, None)) is not None:
+            found[ours] = (column, (f"{key}.{word}",), "")
+
+
+def _others(draft: Draft, key: str, rest: dict[str, Any], found: Entry) -> None:
+    if "packed" in rest:
+        note = (
+            "a document in each row, padded to data.seq_len here and to the longest of a batch there; with "
+            "data.packing=true a step holds more documents and little padding"
+        )
+        on = rest.pop("packed") is True
+        found["packing"] = (on, (f"{key}.packed",), "" if on else note)
+    if (prompt := rest.pop("new_system_prompt", None)) is not None:
+        found["system_prompt"] = (prompt, (f"{key}.new_system_prompt",), "")
+    for name, value in rest.items():
+        if value is None:
+            draft.drop(f"{key}.{name}", OFF)
+        elif name in _NOT_NEEDED:
+            draft.drop(f"{key}.{name}", NOT_NEEDED, _NOT_NEEDED[name])
+        else:
+            draft.drop(f"{key}.{name}", UNKNOWN)
+
+
+NO_LIMIT = "no limit there; 2048 here, and `lptune data` counts what is cut off"
+_OTHER_MODELS = ("vision", "llama4", "flux", "clip", "t5", "deepseek", "gemma.", "llama3_2_vision")
+
+_OPTIMIZERS = {
+    "torch.optim.adamw": ("adamw", ""),
+    "torch.optim.adam": ("adamw", "Adam adds the decay to the gradient; AdamW does not"),
+    "bitsandbytes.optim.adamw": ("adamw", ""),
+    "bitsandbytes.optim.pagedadamw": ("adamw", PAGED),
+    "bitsandbytes.optim.adamw8bit": ("adamw", EIGHT_BIT),
+    "bitsandbytes.optim.pagedadamw8bit": ("adamw", f"{EIGHT_BIT}; {PAGED}"),
+    "torchao.optim.adamw8bit": ("adamw", EIGHT_BIT),
+    "torchao.optim.adamwfp8": ("adamw", EIGHT_BIT),
+    "torchao.prototype.low_bit_optim.adamw8bit": ("adamw", EIGHT_BIT),
+}
+_LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
+
+
+def _model(draft: Draft, key: str, value: Any) -> None:
+    name = str(draft.get("model._component_", ""))
+    draft.drop("model._component_", NOT_NEEDED, "the model is described by config.json in model.path")
+    if any(part in name for part in _OTHER_MODELS):
+        draft.ask("model.path", f"{name} is of no family that lptune trains (docs/models.md)")
+    for other in sorted(set(draft.section(key)) - {"_component_"}):
+        draft.drop(f"model.{other}", NOT_OFFERED, "arguments of a model builder")
+
+
+def _component(draft: Draft, key: str, value: Any) -> None:
+    """checkpointer._component_"""
+    if "HF" in str(value):
+        draft.drop(key, NOT_NEEDED, "safetensors of Hugging Face are read and written")
+    else:
+        draft.drop(key, NOT_OFFERED, "only Hugging Face folders are read")
+        draft.ask("model.path", f"a Hugging Face folder of the same model: {value} reads another format")
+
+
+def _checkpoint_files(draft: Draft, key: str, value: Any) -> None:
+    draft.drop(key, NOT_NEEDED, "read from the checkpoint's index")
+    if ".bin" in str(value) or ".pt" in str(value):
+        draft.ask("model.path", "the files are pickles; lptune reads safetensors only: download these")
+
+
+def _checkpointer_output(draft: Draft, key: str, value: Any) -> None:
+    if str(value).rstrip("/") == str(draft.get("output_dir", "")).rstrip("/"):
+        draft.drop(key, NOT_NEEDED, "everything of a run is in output_dir")
+    else:
+        draft.drop(key, BY_DESIGN, f"checkpoints are in output_dir, not in {value}")
+
+
+def _max_seq_len(draft: Draft, key: str, value: Any) -> None:
+    if value is None:
+        draft.drop(
+            key, BY_DESIGN, "rows are cut at data.seq_len here; torchtune pads to the longest of a batch"
+        )
+    else:
+        draft.set("data.seq_len", draft.integer(key, 1, 2), key)
+
+
+def _seed(draft: Draft, key: str, value: Any) -> None:
+    if value is None:
+        draft.drop(key, BY_DESIGN, "a random seed there, seed 0 here, so that a run can be repeated")
+    else:
+        draft.set("seed", draft.integer(key, 0, 0), key)
+
+
+def _evaluate_every(draft: Draft, key: str, value: Any) -> None:
+    if value is None:
+        draft.set("eval_every_steps", 0, key)
+    else:
+        note = "steps are optimizer steps; also before the first and after the last one"
+        draft.set("eval_every_steps", draft.integer(key, 1), key, note=note)
+
+
+def _steps_per_epoch(draft: Draft, key: str, value: Any) -> None:
+    steps = draft.integer(key, 1) * draft.integer("epochs", 1)
+    draft.set(
+        "num_steps", steps, key, "epochs", note="steps of the whole run; shorter epochs are not known here"
+    )
+
+
+def _betas(draft: Draft, key: str, value: Any) -> None:
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(isinstance(beta, float | int) for beta in value)
+    ):
+        raise draft.error(key, f"must be a list of two numbers, found {value!r:.60}")
+    for number, beta in enumerate(value, 1):
+        draft.set(f"optimizer.beta{number}", float(beta), key)
+
+
+def _compile(draft: Draft, key: str, value: Any) -> None:
+    parts = draft.section(key) if isinstance(value, Mapping) else {"model": value}
+    keys = [f"{key}.{name}" for name in parts] if isinstance(value, Mapping) else [key]
+    draft.set("compile", "block" if parts.get("model", True) is True else "none", *keys)
+
+
+def _logger(draft: Draft, key: str, value: Any) -> None:
+    value = draft.section(key)
+    name = str(value.get("_component_", "")).rpartition(".")[2]
+    component = f"{key}._component_"
+    others = [f"{key}.{each}" for each in value if each not in ("_component_", "project")]
+    if name == "TensorBoardLogger":
+        draft.set("logging.tensorboard", True, component)
+    elif name == "WandBLogger":
+        draft.set("logging.wandb_project", value.get("project", "torchtune"), component, f"{key}.project")
+    elif name in ("DiskLogger", "StdoutLogger"):
+        draft.drop(component, NOT_NEEDED, "every step is in OUTPUT_DIR/metrics.jsonl")
+    else:
+        draft.drop(component, NOT_OFFERED, f"{name}: trackers are TensorBoard, W&B and trackio")
+    if "project" in value and name != "WandBLogger":
+        others.append(f"{key}.project")
+    for other in others:
+        draft.drop(other, NOT_NEEDED, "what a run writes is in output_dir")
+
+
+def _profiler(draft: Draft, key: str, value: Any) -> None:
+    off = not draft.section(key).get("enabled", False)
+    draft.drop(key, OFF if off else NOT_OFFERED, "" if off else "use torch.profiler in a copy of the recipe")
+
+
+def _loss(draft: Draft, key: str, value: Any) -> None:
+    name = str(value).rpartition(".")[2]
+    if name in _LOSSES:
+        draft.drop(
+            key,
+            NOT_NEEDED,
+            "the recipe computes this cross-entropy, in chunks, without the logits of all tokens",
+        )
+    else:
+        draft.drop(key, NOT_OFFERED, f"{name}: another loss is a copy of the recipe (`lptune cp`)")
+
+
+def _scheduler(draft: Draft, key: str, value: Any) -> None:
+    value = draft.section(key)
+    name = str(value.get("_component_", "")).rpartition(".")[2]
+    if name == "get_cosine_schedule_with_warmup":
+        note = "" if value.get("num_cycles", 0.5) == 0.5 else "one half wave here; num_cycles is not offered"
+        draft.set("schedule.kind", "cosine", f"{key}._component_", note=note)
+    else:
+        draft.drop(f"{key}._component_", NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
+        draft.ask("schedule.kind", f"{name} is not offered")
+    if value.get("num_warmup_steps") is not None:
+        steps = f"{key}.num_warmup_steps"
+        draft.set("schedule.warmup_steps", draft.integer(steps, 0, 0), steps, note=WARMUP)
+    for other in sorted(set(value) - {"_component_", "num_warmup_steps"}):
+        draft.drop(f"{key}.{other}", NOT_OFFERED)
+
+
+RULES: Rules = {
+    "output_dir": to("output_dir"),
+    "model": _model,
+    "seed": _seed,
+    "shuffle": drop(NOT_NEEDED, "documents are always shuffled, by seed and epoch"),
+    **each("dataset dataset_val batch_size gradient_accumulation_steps", later),
+    **each("enable_activation_checkpointing ac_mode ac_option enable_fp8_training fp8_recipe_name", later),
+    "batch_size_val": drop(NOT_NEEDED, "evaluation takes micro_batch_size"),
+    "collate_fn": drop(NOT_NEEDED, "rows are packed or padded as data.packing says"),
+    "run_val_every_n_steps": _evaluate_every,
+    "tokenizer.max_seq_len": _max_seq_len,
+    "tokenizer.prompt_template": drop(
+        BY_DESIGN, "the tokenizer's template writes chats, or data.chat_template"
+    ),
+    **each(
+        "tokenizer.{_component_,path,merges_file,vocab_path,merges_path,special_tokens,special_tokens_path} "
+        "tokenizer.{tokenizer_json_path,tokenizer_config_json_path}",
+        drop(NOT_NEEDED, "the tokenizer is read from model.path"),
+    ),
+    "checkpointer._component_": _component,
+    "checkpointer.checkpoint_dir": to("model.path"),
+    "checkpointer.checkpoint_files": _checkpoint_files,
+    "checkpointer.output_dir": _checkpointer_output,
+    "checkpointer.keep_last_n_checkpoints": integer_to("checkpoint.keep_last"),
+    "checkpointer.model_type": drop(NOT_NEEDED, "the family is read from config.json"),
+    "checkpointer.recipe_checkpoint": drop(NOT_NEEDED, "a run continues by itself (resume)"),
+    "checkpointer.safe_serialization": drop(NOT_NEEDED, "an export is always safetensors"),
+    "resume_from_checkpoint": drop(BY_DESIGN, "resume: auto, the default, continues what output_dir holds"),
+    "save_every_n_steps": integer_to("checkpoint.every_steps"),
+    "enable_async_checkpointing": to("checkpoint.async_save"),
+    "epochs": integer_to("num_epochs"),
+    "max_steps_per_epoch": _steps_per_epoch,
+    "optimizer._component_": choice("optimizer.kind", _OPTIMIZERS),
+    "optimizer.lr": number_to("optimizer.lr"),
+    "optimizer.eps": number_to("optimizer.eps"),
+    "optimizer.betas": _betas,
+    "optimizer.weight_decay": number_to("optimizer.weight_decay", DECAY),
+    **each("optimizer.{fused,foreach}", drop(NOT_NEEDED, "fused where the device has it")),
+    "optimizer_in_bwd": if_on(NOT_OFFERED, "parallel.reduce_every_micro_batch keeps fewer gradients"),
+    "lr_scheduler": _scheduler,
+    "loss._component_": _loss,
+    "loss.num_output_chunks": drop(NOT_NEEDED, "the size of a chunk is chosen by itself"),
+    "clip_grad_norm": number_to("max_grad_norm"),
+    "compile": _compile,
+    "device": to("device"),
+    "dtype": choice("compute_dtype", {"bf16": ("bfloat16", MASTER), "fp32": ("float32", "")}),
+    "enable_activation_offloading": if_on(NOT_OFFERED, "activation_checkpointing=full takes least memory"),
+    **each(
+        "custom_sharded_layers memory_efficient_fsdp_wrap",
+        drop(NOT_NEEDED, "embedding and head are sharded on their own"),
+    ),
+    "fsdp_cpu_offload": to("parallel.cpu_offload"),
+    "fsdp_reshard_after_forward": to("parallel.reshard_after_forward"),
+    "tensor_parallel_dim": integer_to("parallel.tensor"),
+    "tensor_parallel_plan": drop(NOT_NEEDED, "each family has its plan"),
+    "data_parallel_replicate_dim": integer_to("parallel.replicate"),
+    "data_parallel_shard_dim": drop(NOT_NEEDED, "the ranks that remain shard the model"),
+    "context_parallel_dim": to("parallel.context"),
+    "context_parallel_rotate_method": drop(NOT_OFFERED, "there is no context parallelism"),
+    "cudnn_deterministic_mode": drop(BY_DESIGN, "deterministic: true makes a run on CUDA repeatable"),
+    "resize_token_embeddings": if_on(NOT_OFFERED, "the vocabulary stays that of the checkpoint"),
+    "metric_logger": _logger,
+    "log_every_n_steps": drop(NOT_NEEDED, "every step is in metrics.jsonl"),
+    "log_peak_memory_stats": drop(NOT_NEEDED, "peak_memory_gib is in every row of metrics.jsonl"),
+    "log_level": drop(NOT_NEEDED, "a run prints what it does"),
+    "profile_memory": if_on(NOT_OFFERED, "use torch's memory snapshot in a copy of the recipe"),
+    "profiler": _profiler,
+}

@@ -5,10 +5,9 @@
 It reads the files of the run's folder and nothing else, imports no torch, and takes no part in training: a
 report can be made of a run that goes on, that was killed, or that was made by an older version.
 
-    files.py, rows.py, run.py, plan.py, shadow.py     reading; what cannot be read becomes a note
-    thin.py, axes.py, charts.py                       what a chart shows
-    svg.py, png.py                                    drawing
-    markup.py, summary.py, head.py, sections.py, page.py, page.css, page.js     the page
+    rows.py, run.py                                   reading; what cannot be read becomes a note
+    charts.py, svg.py                                 what a chart shows, and its drawing
+    markup.py, summary.py, page.py, page.css, page.js     the page
     closing.py                                        the end of a run: its report and its summary
 """
 

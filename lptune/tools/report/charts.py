@@ -1,8 +1,19 @@
-"""Which charts a report has, and what each shows.
+"""Which charts a report has, and what each shows: its points, its axes, its words.
 
-A chart is data: series of points, axes and words. svg.py draws it for the page, png.py with matplotlib.
+A chart is data; svg.py draws it.
+
+Points. A chart is a few hundred pixels wide, and a run may have a hundred thousand steps. Taking every n-th
+point would drop most spikes, and a mean would flatten them. Here the steps are divided into as many columns
+as the chart has pixels, and of each column the smallest and the largest value stay, at their own steps. On a
+screen that is the same picture as all points, for a line between points of one column covers the column from
+its smallest to its largest value in either case.
+
+Axes. A tick stands at a number that people would choose: 1, 2 or 5 times a power of ten. A logarithmic axis
+is taken where a linear one would press most of a curve into its lowest tenth, as the loss of the first steps
+does.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,10 +21,149 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.tools.report.axes import Axis, linear, logarithmic, needs_log
 from lptune.tools.report.rows import Column
 from lptune.tools.report.run import Run
-from lptune.tools.report.thin import is_thinned, means, thin
+
+NUM_COLUMNS = 400
+"""Pixel columns of a chart. Up to twice as many points stay, and both ends."""
+NUM_MEANS = 120
+"""Most points of a mean through noisy values; fewer where there are not 8 values for each."""
+
+
+def is_thinned(num_points: int) -> bool:
+    """Whether `thin` leaves points out of so many."""
+    return num_points > 2 * NUM_COLUMNS
+
+
+def thin(column: Column, num_columns: int = NUM_COLUMNS) -> Column:
+    """The smallest and the largest value of each of `num_columns` equal ranges of steps, and the first and
+    the last point. All points, if there are no more than `2 * num_columns`. NaNs are left out.
+    """
+    steps_N, values_N = column.finite
+    if len(steps_N) <= 2 * num_columns:
+        return Column(steps_N, values_N)
+    bin_N = _bins(steps_N, num_columns)
+    # By column, and by value within it: the first of each column is its smallest, the last its largest.
+    order_N = np.lexsort((values_N, bin_N))
+    is_first_N = np.append(True, np.diff(bin_N[order_N]) > 0)
+    is_last_N = np.append(is_first_N[1:], True)
+    chosen = np.unique(np.concatenate([order_N[is_first_N], order_N[is_last_N], [0, len(steps_N) - 1]]))
+    return Column(steps_N[chosen], values_N[chosen])
+
+
+def means(column: Column) -> Column:
+    """The mean of each of up to NUM_MEANS equal ranges of steps, at the middle of its steps. NaNs are left
+    out. With fewer than 16 points, the points.
+    """
+    steps_N, values_N = column.finite
+    num_columns = min(NUM_MEANS, len(steps_N) // 8)
+    if num_columns < 2:
+        return Column(steps_N, values_N)
+    bin_N = _bins(steps_N, num_columns)
+    starts = np.flatnonzero(np.append(True, np.diff(bin_N) > 0))
+    counts = np.diff(np.append(starts, len(steps_N)))
+    steps = np.add.reduceat(steps_N.astype(float), starts) / counts
+    return Column(np.rint(steps).astype(np.int64), np.add.reduceat(values_N, starts) / counts)
+
+
+def _bins(steps_N: npt.NDArray[np.int64], num_columns: int) -> npt.NDArray[np.int64]:
+    """The pixel column of each step, 0 to num_columns - 1."""
+    first, last = int(steps_N[0]), int(steps_N[-1])
+    place_N = (steps_N - first) / max(1, last - first) * num_columns
+    return np.minimum(place_N.astype(np.int64), num_columns - 1)
+
+
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class Axis(NamedTuple):
+    """A range of numbers that is mapped to 0 … 1."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    labels: tuple[str, ...]
+    is_log: bool = False
+
+    def place(self, values_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Where values lie between `low` (0) and `high` (1)."""
+        values_N = np.clip(values_N, self.low, self.high)
+        if self.is_log:
+            return (np.log10(values_N) - math.log10(self.low)) / (
+                math.log10(self.high) - math.log10(self.low)
+            )
+        return (values_N - self.low) / (self.high - self.low)
+
+
+def linear(low: float, high: float, num_ticks: int = 5, *, pad: bool = True) -> Axis:
+    """An axis from `low` to `high`, with about `num_ticks` ticks. pad: with a margin, but not below 0 where
+    all values are above it.
+    """
+    if not high - low > 1e-9 * max(abs(low), abs(high)):  # one value, or as good as one
+        margin = abs(low) * 0.05 or 0.5
+        low, high = low - margin, high + margin
+        pad = False
+    elif pad:
+        margin = (high - low) * 0.05
+        low, high = (low if low == 0 else max(low - margin, 0.0) if low > 0 else low - margin), high + margin
+    step = _step((high - low) / num_ticks)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    ticks = tuple(number * step for number in range(first, last + 1))
+    return Axis(low, high, ticks, labels(ticks, step))
+
+
+def logarithmic(low: float, high: float) -> Axis:
+    """An axis of powers of ten from `low` to `high`, both above 0; with 2 and 5 between where few fit."""
+    low, high = low * 0.9, high * 1.1
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for between, most in (((1, 2, 5), 6), ((1, 3), 6), ((1,), 7)):
+        ticks = tuple(tick for n in decades for m in between if low <= (tick := m * 10.0**n) <= high)
+        if len(ticks) <= most:
+            break
+    else:
+        ticks = ticks[:: math.ceil(len(ticks) / 6)]
+    return Axis(low, high, ticks, tuple(number(tick) for tick in ticks), is_log=True)
+
+
+def needs_log(values_N: npt.NDArray[np.float64]) -> bool:
+    """Whether a linear axis would press half of the values into its lowest tenth."""
+    if len(values_N) < 2 or values_N.min() <= 0:
+        return False
+    low, high, middle = values_N.min(), values_N.max(), np.median(values_N)
+    return bool(high / low > 5 and (middle - low) < 0.1 * (high - low))
+
+
+def _step(rough: float) -> float:
+    """The nearest of 1, 2, 5, 10 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return float(min((1, 2, 5, 10), key=lambda choice: abs(math.log(choice * power / rough))) * power)
+
+
+def labels(ticks: Sequence[float], step: float) -> tuple[str, ...]:
+    """The texts of equally spaced ticks, all with the same unit and the same number of decimals."""
+    largest = max((abs(tick) for tick in ticks), default=0.0)
+    if largest >= 1e15 or 0 < largest < 1e-3:
+        return tuple("0" if tick == 0 else _power(tick) for tick in ticks)
+    unit, letter = next(((unit, name) for unit, name in _UNITS if largest >= max(unit, 10_000)), (1.0, ""))
+    decimals = max(0, -math.floor(math.log10(step / unit) + 1e-9))
+    return tuple("0" if tick == 0 else f"{tick / unit:.{decimals}f}{letter}" for tick in ticks)
+
+
+def number(value: float) -> str:
+    """A number with four digits, as it stands in tables: `12,345`, `0.7312`, `3e-5`."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e9 or abs(value) < 1e-3:
+        return _power(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _power(value: float) -> str:
+    """`2.5e-5`."""
+    mantissa, _, exponent = f"{value:.3e}".partition("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 class Metric(NamedTuple):

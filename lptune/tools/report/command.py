@@ -11,7 +11,7 @@ from lptune.base.errors import UserError
 from lptune.base.files import is_within, kind_of, write_errors, write_text
 from lptune.base.text import printable
 from lptune.cli import interrupts
-from lptune.cli.path_argument import PathArgument
+from lptune.cli.places import PathArgument
 
 if TYPE_CHECKING:
     from lptune.tools.report.run import Run
@@ -65,9 +65,9 @@ def report(
     if not path.parent.is_dir():
         raise UserError(f"--output: there is no folder {path.parent}; make it first")
     if png_folder is not None:
-        from lptune.tools.report import png
+        from lptune.tools.report import svg
 
-        png.check_installed()
+        svg.check_installed()
 
     read = _write(folders, base, path, refresh_s=REFRESH_S if live else 0)
     click.echo(f"report: {path.absolute()}")
@@ -158,7 +158,7 @@ def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
 
 
 def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of_svg: bool) -> None:
-    from lptune.tools.report import png, svg
+    from lptune.tools.report import svg
     from lptune.tools.report.page import arrange
 
     shown = arrange(runs, reference)
@@ -170,5 +170,5 @@ def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of
                 text = svg.standalone(chart, shown.names, shown.looks)
                 write_text(folder / f"{chart.slug}.svg", text, shared=True)
             else:
-                png.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
+                svg.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
     click.echo(f"{len(charts)} charts as {'SVG' if of_svg else 'PNG'}: {folder.absolute()}")

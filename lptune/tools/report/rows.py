@@ -8,7 +8,7 @@ file, after a crash, an edit or by intent, is left out and counted.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,6 @@ import numpy.typing as npt
 from lptune.base.errors import UserError
 from lptune.base.files import LongLineError, lines_of, object_of
 
-MAX_NAMES = 64
-"""Different metrics that are read. A run writes about twenty, and one for each data source."""
-_MAX_NAME = 80
 MAX_STEP = 2**53
 """A row of this step or a later one is no run's: beyond it a float does not hold every integer."""
 LARGEST = 1e100
@@ -71,102 +68,53 @@ def read_rows(path: Path) -> Rows:
 
     Raises UserError if it cannot be read, or has lines and none of them is a row of metrics.
     """
-    reader = _Reader()
+    columns = dict[str, tuple[list[int], list[float]]]()
+    first_time = last_time = ""
+    notes = list[str]()
+    num_lines = num_rows = num_bad = num_odd_values = 0
+    is_cut = False
     try:
         for line in lines_of(path):
-            reader.add(line)
+            num_lines += 1
+            row = object_of(line)
+            step = row.pop("step", None) if row else None
+            if row is None or type(step) is not int or not 0 <= step < MAX_STEP:
+                is_cut = not line.endswith(b"\n")
+                num_bad += bool(line.strip()) and not is_cut
+                continue
+            num_rows += 1
+            time = row.pop("time", None)
+            if isinstance(time, str):
+                first_time, last_time = first_time or time, time
+            for name, value in row.items():
+                if value is None:
+                    value = float("nan")
+                elif type(value) is not float and (type(value) is not int or abs(value) >= LARGEST):
+                    num_odd_values += 1
+                    continue
+                steps, values = columns.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
     except LongLineError as error:
-        reader.num_bad += 1
-        reader.notes.append(f"line {reader.num_lines + 1:,} {error}; it and what follows was not read")
+        notes.append(f"line {num_lines + 1:,} {error}; it and what follows was not read")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    rows = reader.rows()
-    if not rows.num_rows and reader.num_bad:
-        raise UserError(
-            f"{path}: none of its {reader.num_bad:,} lines is a row of metrics; give the folder of a run"
-        )
-    return rows
+    if not num_rows and (num_bad or notes):
+        count = num_bad + len(notes)
+        raise UserError(f"{path}: none of its {count:,} lines is a row of metrics; give the folder of a run")
+    found = {name: _column(*each) for name, each in columns.items()}
+    if num_bad:
+        notes.append(f"lines that were left out, being no rows of metrics: {num_bad:,}")
+    if num_odd_values:
+        notes.append(f"values that were left out, being no numbers: {num_odd_values:,}")
+    if any(steps != sorted(set(steps)) for steps, _ in columns.values()):
+        notes.append("steps repeat or go back; the last row of each step is shown")
+    return Rows(found, num_rows, first_time, last_time, tuple(notes), is_cut)
 
 
-class _Reader:
-    """Collects rows. What a file says decides neither a type nor, beyond the limits, the memory."""
-
-    def __init__(self) -> None:
-        self.notes = list[str]()
-        self.num_lines = self.num_rows = self.num_bad = 0
-        self._columns = dict[str, tuple[list[int], list[float]]]()
-        self._first_time = self._last_time = ""
-        self._num_odd_values = 0
-        self._is_cut = False
-        self._unread = set[str]()
-
-    def add(self, line: bytes) -> None:
-        self.num_lines += 1
-        row = object_of(line)
-        step = row.pop("step", None) if row else None
-        if row is not None and type(step) is int and 0 <= step < MAX_STEP:
-            self._add_row(step, row)
-        elif not line.endswith(b"\n"):
-            self._is_cut = True
-        elif line.strip():
-            self.num_bad += 1
-
-    def _add_row(self, step: int, row: dict[str, Any]) -> None:
-        self.num_rows += 1
-        time = row.pop("time", None)
-        if isinstance(time, str):
-            self._last_time = time[:40]
-            self._first_time = self._first_time or self._last_time
-        columns = self._columns
-        for name, value in row.items():
-            if type(value) is not float:  # most are
-                value = _number(value)
-                if value is None:
-                    self._num_odd_values += 1
-                    continue
-            column = columns.get(name)
-            if column is None:
-                if len(columns) >= MAX_NAMES or len(name) > _MAX_NAME:
-                    if len(self._unread) < MAX_NAMES:
-                        self._unread.add(name[:_MAX_NAME])
-                    continue
-                column = columns[name] = ([], [])
-            column[0].append(step)
-            column[1].append(value)
-
-    def rows(self) -> Rows:
-        columns, is_unordered = {}, False
-        for name, (steps, values) in self._columns.items():
-            steps_N, values_N = np.array(steps, np.int64), np.array(values)
-            values_N[~(np.abs(values_N) < LARGEST)] = np.nan
-            values_N[np.abs(values_N) < 1 / LARGEST] = 0.0
-            if (np.diff(steps_N) <= 0).any():
-                is_unordered = True
-                # Stable, so that of the rows of one step the last one in the file stays.
-                order_N = np.argsort(steps_N, kind="stable")
-                steps_N, values_N = steps_N[order_N], values_N[order_N]
-                is_last_N = np.append(np.diff(steps_N) > 0, True)
-                steps_N, values_N = steps_N[is_last_N], values_N[is_last_N]
-            columns[name] = Column(steps_N, values_N)
-        notes = list(self.notes)
-        if num_bad := self.num_bad - len(self.notes):
-            notes.append(f"lines that were left out, being no rows of metrics: {num_bad:,}")
-        if self._num_odd_values:
-            notes.append(f"values that were left out, being no numbers: {self._num_odd_values:,}")
-        if self._unread:
-            notes.append(f"metrics beyond {MAX_NAMES}, or with long names, were left out")
-        if is_unordered:
-            notes.append("steps repeat or go back; the last row of each step is shown")
-        return Rows(columns, self.num_rows, self._first_time, self._last_time, tuple(notes), self._is_cut)
-
-
-def _number(value: object) -> float | None:
-    """A float for an integer, NaN for null; None for anything else."""
-    if value is None:
-        return float("nan")
-    if type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:  # JSON's integers have no largest one
-            return None
-    return None
+def _column(steps: list[int], values: list[float]) -> Column:
+    steps_N, first_N = np.unique(np.array(steps[::-1], np.int64), return_index=True)
+    values_N = np.array(values[::-1], np.float64)[first_N]  # the last one in the file of each step
+    values_N[~(np.abs(values_N) < LARGEST)] = np.nan
+    values_N[np.abs(values_N) < 1 / LARGEST] = 0.0
+    return Column(steps_N, values_N)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lptune.base.text import duration_text
-from lptune.tools.report.axes import number
+from lptune.tools.report.charts import number
 from lptune.tools.report.run import Run, value_text
 
 NOT_COMPARED = ("output_dir", "resume")

@@ -22,8 +22,7 @@ import click
 from lptune.base.errors import UserError
 from lptune.base.files import Lock, kind_of, write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
-from lptune.cli.path_argument import PathArgument
-from lptune.cli.places import check_above
+from lptune.cli.places import PathArgument, check_above
 from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, preemption
 
@@ -200,8 +199,7 @@ class _Runner:
 def _run_all(
     context: click.Context, folder: Path, planned: Sequence[_Planned], torchrun_flags: Sequence[str]
 ) -> int:
-    from lptune.tools.sweep.record import Ended, Record
-    from lptune.tools.sweep.table import result, table
+    from lptune.tools.sweep.record import Ended, Record, table
 
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
@@ -224,8 +222,8 @@ def _run_all(
         if code not in (0, 3, _STOPPED):
             click.echo(f"{where}: failed with exit code {code}; the sweep goes on", err=True)
     lock.close()
-    results = [result(each.name, each.folder, codes.get(each.name)) for each in planned]
-    click.echo(f"\n{table(results)}")
+    runs = [(each.name, each.folder, codes.get(each.name)) for each in planned]
+    click.echo(f"\n{table(runs)}")
     _report(context, folder, [each.folder for each in planned if each.name in codes])
     failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
     if runner.stopped_by is not None or _STOPPED in codes.values():

@@ -1,5 +1,5 @@
 """sweep.json in the folder of a sweep: its recipe, and which runs have ended, so that they are not started
-again.
+again; and the table of its runs, the one with the lowest final held-out loss first.
 
 A run does not know its recipe, so one of another recipe with the same config would seem to be finished. So a
 folder holds the sweeps of one recipe, by the name of its file.
@@ -10,9 +10,12 @@ that was interrupted can go on is decided by `lptune run`, as for any run.
 
 import hashlib
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from lptune.base import text
 from lptune.base.errors import UserError
 from lptune.base.files import kind_of, read_object, write_errors, write_text
 
@@ -71,3 +74,39 @@ class Record:
 def digest(text: str) -> str:
     """A digest of a config's YAML."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_WORDS = {0: "done", 3: "diverged", 143: "stopped", None: "not run"}
+
+
+def table(runs: Sequence[tuple[str, Path, int | None]]) -> str:
+    """One line for each run, sorted: by held-out loss, or by loss if no run was evaluated. Runs that did not
+    end well come last. Each number is the last in metrics.jsonl, of the speeds the median.
+
+    runs: name, folder, exit code; None: it did not run.
+    """
+    import numpy as np
+
+    from lptune.tools.report.rows import Rows, read_rows
+
+    found = []
+    for name, folder, code in runs:
+        rows = Rows({})
+        with suppress(UserError):  # what cannot be read has no numbers
+            rows = read_rows(folder / "metrics.jsonl")
+        losses = [rows[key].finite.values_N for key in ("eval_loss", "loss")]
+        held_out, loss = (float(values_N[-1]) if len(values_N) else None for values_N in losses)
+        speeds_N = rows["tokens_per_s"].finite.values_N
+        cells = (
+            "-" if held_out is None else f"{held_out:.4f}",
+            "-" if loss is None else f"{loss:.4f}",
+            f"{rows.last_step}" if rows.num_rows else "-",
+            f"{np.median(speeds_N):,.0f}" if len(speeds_N) else "-",
+            _WORDS.get(code) or f"failed ({code})",
+            name,
+        )
+        found.append((code != 0, held_out, loss, cells))
+    key = 1 if any(held_out is not None for _, held_out, _, _ in found) else 2
+    found.sort(key=lambda each: (each[0], each[key] is None, each[key] or 0.0))
+    head = ("held-out loss", "loss", "step", "tokens/s", "result", "run")
+    return "\n".join(text.table([head, *(cells for *_, cells in found)], ">>>><"))

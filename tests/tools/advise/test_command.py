@@ -1,7 +1,6 @@
 """`lptune advise`: which kind, and a config with it."""
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from lptune.cli import catalog
 from lptune.tools.advise import measure
 from lptune.tools.advise.measure import Measured, Pair, Times
-from tests.base.test_progress import terminal
-from tests.cli.conftest import Command, Lptune
+from tests.cli.conftest import Command
 
 TINY = ("--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "data.source=builtin", "data.seq_len=32")
 SMALL = (*TINY, "micro_batch_size=2", "global_batch_size=8", "compile=none")
@@ -45,12 +43,13 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
     from lptune import linear, models
     from lptune.config import PrecisionConfig
-    from lptune.tools.advise.layers import groups_of
+    from lptune.tools.advise.measure import groups_of
 
     model = models.build_on_meta(models.config_from_dict(models.PRESETS["llama3_2"]["tiny"], "test"))
     plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"), device=torch.device("cpu"))
     groups = groups_of(model, plan)
     monkeypatch.setattr(measure, "measure", fake)
+    monkeypatch.setattr("lptune.tools.advise.answer.MOST_PLANNING_S", 0.0)
     return speeds
 
 
@@ -88,7 +87,7 @@ def test_the_written_config_is_what_was_recommended_and_validates(
     before = text
     code, out, err = command("advise", *SMALL, "--write", "my.yaml")
     assert (code, out) == (2, "")
-    assert "--write: my.yaml exists; choose another name" in err
+    assert "--write: my.yaml: exists; choose another name" in err
     assert Path("my.yaml").read_text(encoding="utf-8") == before
 
 
@@ -121,17 +120,8 @@ def test_where_nothing_pays_none_is_recommended_and_written(
     # The layers that lose could be left out, which leaves o, and that gains nothing.
     text = " ".join(out.split())
     assert "advice: precision.kind=none: the best other kind, int8_rowcol, has 1.00x of its speed" in text
-    assert "precision" not in [
-        line.partition(":")[0] for line in Path("my.yaml").read_text(encoding="utf-8").splitlines()
-    ]
+    assert "precision:" not in Path("my.yaml").read_text(encoding="utf-8")
     assert command("validate", "my.yaml")[0] == 0
-
-
-def test_only_the_named_kinds_are_compared(command: Command, timings: dict[str, float]) -> None:
-    code, out, _ = command("advise", *SMALL, "--kind", "int8_tensorwise")
-    assert code == 0
-    assert "int8_rowcol" not in out
-    assert "advice: precision.kind=int8_tensorwise" in out
 
 
 @pytest.mark.slow
@@ -159,86 +149,26 @@ def test_a_gpu_that_is_not_here_is_predicted_and_said_to_be(command: Command) ->
     assert command("validate", "my.yaml")[0] == 0
 
 
-def test_a_prediction_is_the_one_of_the_benchmark(command: Command) -> None:
+def test_a_prediction_is_the_one_of_the_benchmark(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/gpu.md: 1B with 16k tokens in rows of 4096, int8_rowcol 1.13x and float8_rowwise 1.04x to
     1.09x of bf16 on an H200.
     """
+    monkeypatch.setattr("lptune.tools.advise.answer.MOST_PLANNING_S", 0.0)
     size = ("micro_batch_size=4", "global_batch_size=4", "data.seq_len=4096", "data.source=builtin")
-    code, out, _ = command(
-        "advise",
-        "--config",
-        "llama3_2/1b",
-        *size,
-        "--device",
-        "h200",
-        "--kind",
-        "int8_rowcol",
-        "--kind",
-        "float8_rowwise",
-    )
+    kinds = ("--kind", "int8_rowcol", "--kind", "float8_rowwise")
+    code, out, _ = command("advise", "--config", "llama3_2/1b", *size, "--device", "h200", *kinds)
     assert code == 0
     assert re.search(r"^none +247 ms", out, re.MULTILINE)
     assert re.search(r"^int8_rowcol +219 ms +1.13x", out, re.MULTILINE)
     assert "float8_rowwise: 1.04x to 1.09x" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], "advise: --config is required: lptune advise --config CONFIG"),
-        (["--config", "nothing/here"], "nothing/here: no such config"),
-        (["--config", "llama3_2/1b", "precision.kid=x"], "precision.kid"),
-        (["--config", "mine.yaml"], "model.path: here is not there, .* name the model with --preset"),
-        (["--config", "llama3_2/1b", "--preset", "llama3_2/2b"], "--preset: no such family and size"),
-        (["--config", "llama3_2/1b", "--device", "h101"], "--device: unknown device 'h101'"),
-        (["--config", "llama3_2/1b", "--device", "h100", "device=cpu"], "--device: h100 is a GPU"),
-        ([*TINY, "--kind", "float8_rowwise"], "--kind: this CPU, .* only emulate it; it runs int8_rowcol"),
-        ([*TINY, "--device", "a100", "--kind", "float8_rowwise"], "--kind: there is no prediction"),
-        ([*TINY, "--kind", "int9"], "--kind"),
-        ([*TINY, "--seconds", "0"], "--seconds"),
-        ([*TINY, "--world-size", "3"], "global_batch_size"),
-        ([*TINY, "--quality"], "--quality: measures the model in model.path; leave --preset out"),
-        (["--config", "mine.yaml", "--quality"], "rows.jsonl: no such file; set data.source"),
-        (["--config", "mine.yaml", "--quality", "data.source=builtin"], "model.path: here is not a folder"),
-        (["evaluate", "--config", "evaluation"], "advise: evaluate does not train"),
-        ([*TINY, "--write", "there/my.yaml"], "--write: there: no such folder"),
-        ([*TINY, "--write", "mine.txt"], "ends in .yaml"),
-        (
-            ["--config", "llama3_2/1b", "--preset", "llama3_2/tiny", "--write", "my.yaml"],
-            "data: is required; set it in the file or as an argument data.source=",
-        ),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(command: Command, arguments: list[str], words: str) -> None:
-    Path("mine.yaml").write_text(
-        textwrap.dedent("""\
-            model: {path: here}
-            data: {source: rows.jsonl}
-            global_batch_size: 4
-            """),
-        encoding="utf-8",
-    )
-    code, out, err = command("advise", *arguments)
-    assert (code, out) == (2, "")
-    assert re.search(words, err), err
-    assert err.count("\n") == 1
-    assert [path.name for path in Path().iterdir()] == ["mine.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "more"),
-    [
-        ("full_dpo", ["--config", "llama3_2/1b_dpo"]),
-        ("distill", ["--config", "llama3_2/1b_distill", "teacher.path=there"]),
-    ],
-)
-def test_other_recipes_are_advised_on_and_what_is_left_out_is_named(
-    recipe: str, more: list[str], command: Command
-) -> None:
+def test_another_recipe_is_advised_on_and_what_is_left_out_is_named(command: Command) -> None:
     keys = (*SMALL[2:], "--kind", "int8_rowcol", "--seconds", "1")
-    code, out, err = command("advise", recipe, *more, *keys)
+    more = ("--config", "llama3_2/1b_distill", "teacher.path=there")
+    code, out, err = command("advise", "distill", *more, *keys)
     assert (code, err) == (0, "")
-    assert ("not in these figures: the model in teacher.path" in out) == (recipe == "distill")
+    assert "not in these figures: the model in teacher.path" in out
 
 
 @pytest.mark.slow
@@ -264,19 +194,6 @@ def test_the_quality_of_the_model_decides_if_it_is_measured(
     assert "advice: precision.kind=none: the best other kind, int8_rowcol" in out
 
 
-def test_a_note_on_the_device_is_in_the_report_alone(
-    command: Command, timings: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("lptune.tools.advise.answer", "lptune.inference.model"):
-        monkeypatch.setattr(f"{module}.emulated_bfloat16", lambda *_: ["bfloat16 is slow here. " * 5])
-    command("new-checkpoint", "llama3_2/tiny", "tiny")
-    small = ("--config", "llama3_2/1b", "model.path=tiny", *TINY[4:], *SMALL[len(TINY) :])
-    code, out, _ = command("advise", *small, "--quality", "--seconds", "1", "--kind", "int8_rowcol")
-    assert code == 0
-    assert out.count("note: bfloat16 is slow here.") == 1
-    assert max(map(len, out.splitlines())) <= 80
-
-
 def test_too_little_memory_is_said_in_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -290,21 +207,3 @@ def test_too_little_memory_is_said_in_one_line(command: Command, monkeypatch: py
         "error: advise: 64 tokens in a micro-batch do not fit the memory here; lower micro_batch_size, or "
         "name the GPU of the run with --device for a prediction\n"
     )
-
-
-def test_on_a_terminal_it_says_what_is_being_timed() -> None:
-    from lptune.tools.advise.command import advise
-
-    with terminal() as screen:
-        advise.main([*SMALL, "--seconds", "1"], standalone_mode=False)
-    shown = screen.getvalue()
-    assert "loading torch ..." in shown
-    assert "timing a block and the head in none ..." in shown
-    assert re.search(r"timing gate,up in 5 kinds \(1 of 4, \d+ s left\) \.\.\.", shown)
-
-
-def test_help_needs_no_torch(lptune: Lptune) -> None:
-    done = lptune("advise", "--help", PYTHONPROFILEIMPORTTIME="1")
-    assert done.returncode == 0
-    assert "Which precision.kind is fastest" in done.stdout
-    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)

@@ -6,8 +6,7 @@ import math
 import pytest
 
 from lptune.tools.advise.from_times import SAME, WORTH, Advice, Candidate, advise, parts_of, predict
-from lptune.tools.advise.layers import Group, Shape
-from lptune.tools.advise.measure import Measured, Pair, Times
+from lptune.tools.advise.measure import Group, Measured, Pair, Shape, Times
 from lptune.tools.advise.quality import PUBLISHED, Difference, Quality
 
 MLP = Group(

@@ -1,4 +1,6 @@
-"""Timing: what is built and verified, and that the time is bounded. The times themselves are noise here."""
+"""The groups of linear layers of real models, and their timing: what is built and verified, and that the time
+is bounded. The times themselves are noise here.
+"""
 
 import dataclasses
 import itertools
@@ -59,28 +61,6 @@ def test_after_the_time_nothing_new_begins_but_the_largest_group_is_timed(world:
     assert found.groups[0].label == "gate,up"
 
 
-@pytest.mark.parametrize(
-    ("flops", "rows", "seq_len"), [(1e15, 4, 32), (4e9, 2, 32), (1e9, 1, 16), (1.0, 1, 64)]
-)
-def test_fewer_tokens_are_timed_where_the_device_is_slow(
-    flops: float, rows: int, seq_len: int, world: distributed.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "_flops", lambda *_: flops)
-    monkeypatch.setattr(measure, "_LEAST_TOKENS", 8)
-    block, head = measure._weights(TINY)
-    found = measure._timed_rows(CFG, TINY, 2, 1.0, world.device)
-    if flops == 1.0:
-        assert found == (1, 8)
-        return
-    assert found[0] <= 4
-    assert found[1] <= 32
-    passes = 6 * (2 * block + head + 3 * block)  # four rounds and two to warm up; none and two kinds
-    assert 6 * passes * found[0] * found[1] <= 0.5 * flops or found == (1, 8)
-    # The next larger micro-batch would take more than half of the time.
-    if found != (4, 32):
-        assert 6 * passes * 2 * found[0] * found[1] > 0.5 * flops
-
-
 def test_a_model_that_does_not_fit_is_refused_in_one_line(
     world: distributed.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,3 +80,58 @@ def test_options_that_a_kind_does_not_have_are_left_out() -> None:
     assert other.grad_weight == "low"
     small = dataclasses.replace(given, skip_small=True)
     assert not measure.precision_of(small, "int8_rowcol").skip_small
+
+
+@pytest.mark.parametrize(
+    ("flops", "rows", "seq_len"), [(1e15, 4, 32), (1e9, 2, 32), (5e8, 1, 32), (1.0, 1, 8)]
+)
+def test_fewer_tokens_are_timed_where_the_device_is_slow(
+    flops: float, rows: int, seq_len: int, world: distributed.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest micro-batch that takes at most half of the time, in none and two kinds."""
+    monkeypatch.setattr(measure, "_flops", lambda *_: flops)
+    monkeypatch.setattr(measure, "_LEAST_TOKENS", 8)
+    assert measure._timed_rows(CFG, TINY, 2, 1.0, world.device) == (rows, seq_len)
+
+
+def groups(preset: str, **options: object) -> list[measure.Group]:
+    family, _, size = preset.partition("/")
+    model = models.build_on_meta(models.config_from_dict(models.PRESETS[family][size], preset))
+    precision = PrecisionConfig(kind="int8_rowcol", **options)  # type: ignore[arg-type]
+    return measure.groups_of(model, linear.convert(model, precision, device=torch.device("cpu")))
+
+
+def test_layers_that_read_one_input_are_one_group_the_largest_first() -> None:
+    found = groups("llama3_2/1b")
+    assert [(each.label, each.shapes[0].in_features, each.out_text, each.count) for each in found] == [
+        ("gate,up", 2048, "2x8192", 16),
+        ("down", 8192, "2048", 16),
+        ("q,k,v", 2048, "2048+2x512", 16),
+        ("o", 2048, "2048", 16),
+    ]
+    assert found[2].num_weights == 2048 * (2048 + 2 * 512)
+    assert found[3].layer_names[0] == "model.layers.0.self_attn.o_proj"
+
+
+def test_fused_projections_are_groups_of_one_layer() -> None:
+    assert {each.label for each in groups("phi4/mini")} == {"gate_up", "down", "qkv", "o"}
+
+
+def test_layers_that_stay_in_high_precision_are_in_no_group() -> None:
+    found = groups("llama3_2/1b", skip=("lm_head", "k_proj", "layers.0.*"))
+    assert {each.label: each.count for each in found} == {"gate,up": 15, "down": 15, "q,v": 15, "o": 15}
+
+
+@pytest.mark.parametrize(
+    ("others", "patterns"),
+    [
+        (("model.layers.1.mlp",), ("layers.0.self_attn.k_proj",)),
+        ((), ("k_proj",)),
+    ],
+)
+def test_patterns_match_the_slow_layers_and_no_others(
+    others: tuple[str, ...], patterns: tuple[str, ...]
+) -> None:
+    slow = measure.Group((measure.Shape("k_proj", 8, 8, False),), ("model.layers.0.self_attn",))
+    fast = [measure.Group((measure.Shape("k_proj", 8, 16, False),), others)] if others else []
+    assert measure.skip_patterns([slow], fast) == patterns

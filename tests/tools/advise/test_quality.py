@@ -9,7 +9,7 @@ import torch
 
 from lptune import models
 from lptune.config import PRECISION_KINDS, PrecisionConfig
-from lptune.tools.advise.quality import PUBLISHED, Difference, differences, errors_by_layer
+from lptune.tools.advise.quality import PUBLISHED, differences, errors_by_layer
 from tests.helpers.outliers import fill, known_batch
 
 PAGE = Path(__file__).parents[3] / "docs/benchmarks.md"
@@ -73,8 +73,3 @@ def test_without_a_target_there_is_no_difference_and_no_error(model: models.Deco
     kinds = {"int8_rowcol": PrecisionConfig(kind="int8_rowcol")}
     found, _, num_targets = differences(model, kinds, [batch._replace(num_targets=0)] * 2)
     assert num_targets == found["int8_rowcol"].difference == 0
-
-
-def test_a_difference_reads_as_percent_of_the_loss() -> None:
-    assert str(Difference(0.0042, 0.0005)) == "+0.42 ± 0.05 %"
-    assert str(Difference(-0.0042, math.nan)) == "-0.42 %"

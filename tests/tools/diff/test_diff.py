@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lptune.tools.diff.sides import TOLERANCE, Parted, first_parted, lines, side_of_run
+from lptune.tools.diff.sides import TOLERANCE, first_parted, lines, side_of_run
 from lptune.tools.report.run import read_run
 from lptune.tools.report.summary import differing_keys, labels
 from tests.tools.conftest import MakeRun, plan, row
@@ -55,14 +55,6 @@ def test_the_tolerance_is_relative_to_the_larger_of_the_two(
     assert (found and found.step) == step
 
 
-def test_a_loss_that_is_not_finite_differs_from_one_that_is_and_not_from_another(make_run: MakeRun) -> None:
-    a = make_run("a", [row(1, loss=None), row(2, loss=None)])
-    b = make_run("b", [row(1, loss=None), row(2, loss=1.0)])
-    found = first_parted(read_run(a), read_run(b), "loss", TOLERANCE)
-    assert isinstance(found, Parted)
-    assert found.step == 2
-
-
 def test_only_steps_that_both_have_are_compared(make_run: MakeRun) -> None:
     a = make_run("a", [row(step) for step in (1, 2, 3)])
     b = make_run("b", [row(step) for step in (2, 3, 4)])
@@ -98,21 +90,6 @@ def test_keys_with_defaults_versions_data_and_layers(make_run: MakeRun) -> None:
     assert "grad_weight int8 column -> high" in text
     assert "model.layers.0-2.mlp.up_proj" in text
     assert "lm_head" not in text
-
-
-def test_equal_runs_are_said_to_be_equal(make_run: MakeRun) -> None:
-    a, b = (make_run(name, [row(1), row(2)], precision_plan__json=plan()) for name in ("a", "b"))
-    text = diff(a, b)
-    assert "config: the same 7 keys" in text
-    assert "precision plan: the same for all 5 layers" in text
-    assert len([line for line in text.splitlines() if "first" in line and line.endswith("none")]) == 2
-
-
-def test_long_values_stay_within_the_terminal(make_run: MakeRun) -> None:
-    a, b = (make_run(name, [row(1)], precision_plan__json=plan()) for name in ("a", "b" * 120))
-    (b / "config.yaml").write_text(f"model: {{path: {'/very/long' * 30}}}\n")
-    for width in (80, 100, 120):
-        assert "".join(diff(a, b, width).split()).count("/very/long") == 19  # cut after 200 characters
 
 
 def test_versions_come_from_a_checkpoint_where_run_json_is_missing(make_run: MakeRun) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from tests.cli.conftest import Command
-from tests.helpers import cold, warm
+from tests.helpers import warm
 
 CONFIGS = Path(__file__).parent / "configs"
 TORCHTUNE = str(CONFIGS / "torchtune_llama3_3_70b_full_multinode.yaml")
@@ -31,32 +31,6 @@ def test_without_an_output_the_config_goes_to_stdout_and_the_report_to_stderr(co
     assert "no equivalent" in stderr
     Path("my.yaml").write_text(stdout)
     assert command("validate", "my.yaml")[0] == 0
-
-
-def test_what_the_recipe_would_refuse_is_in_the_report(command: Command) -> None:
-    text = Path(TORCHTUNE).read_text(encoding="utf-8").replace("lr: 2e-5", "lr: 0.0")
-    Path("theirs.yaml").write_text(text)
-    code, stdout, _ = command("migrate", "theirs.yaml", "--world-size", "16", "--output", "my.yaml")
-    assert code == 0
-    assert "config: optimizer.lr: must be greater than 0" in stdout
-
-
-def test_an_existing_file_and_a_wrong_file_are_one_line_and_nothing_is_written(command: Command) -> None:
-    Path("my.yaml").write_text("mine")
-    Path("lora.yml").write_text("base_model: a/b\nadapter: lora\n")
-    for arguments, message in (
-        (["migrate", TORCHTUNE, "--output", "my.yaml"], "my.yaml: exists"),
-        (["migrate", TORCHTUNE, "--world-size", "3", "--output", "b.yaml"], "do not divide among 8"),
-        (["migrate", "lora.yml", "--output", "b.yaml"], "adapter: lora trains adapters"),
-        (["migrate", "nothing.yaml"], "no such config file"),
-        (["migrate", TORCHTUNE, "--output", "b.txt"], "ends in .yaml"),
-    ):
-        code, stdout, stderr = command(*arguments)
-        assert (code, stdout) == (2, "")
-        assert message in stderr
-        assert stderr.count("\n") == 1
-    assert Path("my.yaml").read_text() == "mine"
-    assert not Path("b.yaml").exists()
 
 
 THEIRS = """
@@ -116,25 +90,3 @@ def test_a_migrated_config_trains_as_the_old_one_says(tmp_path: Path) -> None:
     assert (config["seed"], config["compute_dtype"], config["max_grad_norm"]) == (3, "float32", 0.5)
     optimizer = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-7, "weight_decay": 0.01}
     assert {key: config["optimizer"][key] for key in optimizer} == optimizer
-
-
-def test_a_config_of_another_tool_is_told_from_one_with_a_wrong_key(command: Command) -> None:
-    for name, tool in (("torchtune_mistral_7b_full", "torchtune"), ("axolotl_llama-3_fft-8b", "axolotl")):
-        path = CONFIGS / f"{name}.yaml"
-        for arguments in (["validate", str(path)], ["run", "full_finetune", "--config", str(path)]):
-            code, _, stderr = command(*arguments)
-            assert (code, stderr.count("\n")) == (2, 1)
-            assert f"is a config of {tool}; `lptune migrate {path}" in stderr
-    Path("mine.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nsed: 1\n")
-    assert "unknown key 'sed'" in command("validate", "mine.yaml")[2]
-    wrong = command("validate", TORCHTUNE, "sed=1")[2]  # the file is read first
-    assert "is a config of torchtune" in wrong
-
-
-def test_it_imports_no_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfrom lptune.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\nfinally:\n    print('TORCH', 'torch' in sys.modules)\n"
-    )
-    done = cold.run("-c", program, "migrate", TORCHTUNE, "--world-size", "8", folder=tmp_path)
-    assert done.stdout.splitlines()[-1] == "TORCH False", done.stderr

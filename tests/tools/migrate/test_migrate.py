@@ -52,11 +52,6 @@ def edited(tmp_path: Path, source: Path, edit: Callable[[dict[str, Any]], Any]) 
 # ---- published configs
 
 
-def test_there_are_five_published_configs_of_each_tool() -> None:
-    for tool in reading.TOOLS:
-        assert sum(path.name.startswith(tool) for path in CONFIGS) >= 5
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_key_of_a_published_config_is_named_and_known_and_the_result_is_a_config(
     path: Path, tmp_path: Path
@@ -66,6 +61,11 @@ def test_every_key_of_a_published_config_is_named_and_known_and_the_result_is_a_
     number = counts(draft)
     assert (number["lost"], number[UNKNOWN]) == (0, 0)
     text = to_text(draft, "my.yaml")
+    assert max(map(len, text.splitlines()[1:])) <= 80  # the first holds the path
+    for line in to_yaml(draft, "my.yaml").splitlines()[4:]:
+        source = line.partition("   # ")[2]
+        named = [f"default of {draft.tool}", *(", ".join(each.theirs) for each in draft.settings)]
+        assert line.endswith(":") or source in named, line
     for key in leaves(draft.values):
         sections = [key[: i or None] for i in [0, *(n for n, c in enumerate(key) if c in ".[")]]
         assert any(part and part in text for part in sections), key
@@ -77,18 +77,6 @@ def test_every_key_of_a_published_config_is_named_and_known_and_the_result_is_a_
         for part in key.split("."):
             found = getattr(found, part)
         assert found == (tuple(value) if isinstance(value, list) else value), key
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_report_has_80_columns_and_each_line_of_the_config_names_its_source(path: Path) -> None:
-    draft = migrate(path, num_ranks=16)
-    _, *lines = to_text(draft, "my.yaml").splitlines()  # the first holds the path
-    assert max(map(len, lines)) <= 80
-    for line in to_yaml(draft, "my.yaml").splitlines()[4:]:
-        source = line.partition("   # ")[2]
-        assert line.endswith(":") or source == f"default of {draft.tool}" or source in [
-            ", ".join(each.theirs) for each in draft.settings
-        ], line  # fmt: skip
 
 
 TORCHTUNE = {
@@ -155,8 +143,7 @@ def test_the_table_in_the_docs_has_the_counts_of_the_published_configs() -> None
 @pytest.mark.parametrize("warmup", [0, 7])
 @pytest.mark.parametrize(
     ("ratio", "shape"),
-    [(None, "linear"), (None, "cosine"), (None, "sqrt"), (0.4, "linear"), (0.3, "cosine"), (1.0, "sqrt"),
-     (0.0, "linear")],
+    [(None, "linear"), (None, "cosine"), (0.4, "linear"), (0.3, "cosine"), (1.0, "sqrt"), (0.0, "linear")],
 )  # fmt: skip
 def test_the_schedule_of_torchtitan_has_the_same_rate_at_every_step(
     warmup: int, ratio: float | None, shape: str, tmp_path: Path
@@ -299,77 +286,7 @@ def test_interpolations_are_resolved_but_the_environment_is_not_read(
 # ---- files that are refused
 
 
-def _with(**keys: Any) -> Callable[[dict[str, Any]], Any]:
-    return lambda values: values.update(copy.deepcopy(keys))
-
-
 AXOLOTL_8B = NAMED["axolotl_llama-3_fft-8b"]
-REFUSED: list[tuple[Path, Callable[[dict[str, Any]], Any], str]] = [
-    (torchtune_8b, _with(model={"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b"}), "LoRA"),
-    (torchtune_8b, _with(model={"_component_": "torchtune.models.llama3_1.qlora_llama3_1_8b"}), "LoRA"),
-    (torchtune_8b, _with(quantizer={"_component_": "q"}), "QAT"),
-    (torchtune_8b, _with(loss={"_component_": "torchtune.rlhf.loss.DPOLoss"}), "full_dpo"),
-    (torchtune_8b, _with(loss={"_component_": "torchtune.dev.grpo.loss.GRPOLoss"}), "full_dpo"),
-    (torchtune_8b, _with(teacher_model={"_component_": "m"}), "distill"),
-    (torchtune_8b, _with(output_dir="${nowhere}"), "a key that the file does not have"),
-    (torchtune_8b, _with(output_dir="${a}", a="${output_dir}"), "without an end"),
-    (torchtune_8b, _with(output_dir="${a}${a}", a="${b}${b}", b="${a}${a}"), "without an end"),
-    (torchtune_8b, _with(batch_size="two"), "batch_size: must be a number, found 'two'"),
-    (torchtune_8b, _with(batch_size=0), "batch_size: must be an integer of at least 1, found 0"),
-    (torchtune_8b, _with(optimizer=3), "optimizer: must be a section"),
-    (AXOLOTL_8B, _with(adapter="qlora"), "adapter: qlora trains adapters"),
-    (AXOLOTL_8B, _with(load_in_4bit=True), "4 or 8 bits"),
-    (AXOLOTL_8B, _with(rl="kto"), "full_kto"),
-    (AXOLOTL_8B, _with(qat={"weight_dtype": "int4"}), "quantization-aware"),
-    (AXOLOTL_8B, _with(reward_model=True), "classifier"),
-    (AXOLOTL_8B, _with(datasets=[{"type": "alpaca"}]), "datasets[0]: names no `path`"),
-    (AXOLOTL_8B, _with(learning_rate="auto"), "learning_rate: must be a number, found 'auto'"),
-]
-
-
-@pytest.mark.parametrize(("source", "edit", "message"), REFUSED)
-def test_a_config_of_another_training_or_with_a_wrong_value_is_one_line(
-    source: Path, edit: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError) as raised:
-        migrate(edited(tmp_path, source, edit))
-    assert message in str(raised.value)
-    assert str(raised.value).startswith(str(tmp_path / "theirs.yaml"))
-
-
-FILES = [
-    ("a.py", "def llama3_8b(): pass", "--debug.save_config_file"),
-    ("a.yaml", "model: {path: a}\ndata: {source: builtin}", "is a config of lptune already"),
-    ("a.yaml", "compute_environment: x\ndistributed_type: y", "accelerate"),
-    ("a.yaml", "a: 1", "is no config of torchtune"),
-    ("a.yaml", "- a", "found a list"),
-    ("a.yaml", "a: [", "not valid YAML"),
-    ("a.toml", "a = ", "cannot be read as TOML"),
-    ("a.json", "{", "not valid JSON"),
-    ("a.json", "[]", "found list"),
-    ("a.json", "[" * 100_000, "nested too deep"),
-    ("a.json", '{"a":' * 900 + "1" + "}" * 900, "nested too deep"),
-    ("a.toml", f"{'a.' * 900}a = 1", "nested too deep"),
-    ("a.toml", f"a = {'[' * 100_000}", "nested too deep"),
-    ("a.yaml", "m: {_component_: !!python/object/apply:os.system ['touch pwned']}", "not valid YAML"),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "message"), FILES)
-def test_another_file_is_one_line(
-    name: str, text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path(name).write_text(text)
-    with pytest.raises(UserError) as raised:
-        migrate(Path(name))
-    assert message in str(raised.value)
-    assert not Path("pwned").exists()
-
-
-def test_a_tool_that_the_content_contradicts_is_refused() -> None:
-    with pytest.raises(UserError, match="is a config of torchtune, not of axolotl"):
-        migrate(torchtune_8b, "axolotl")
 
 
 WRONG: list[Any] = [-1, 1.5, True, "text", "${x}", [], ["a", 3], {"a": {"b": 1}}, [{"a": 1}], None]
@@ -407,13 +324,6 @@ def test_no_value_of_any_key_is_a_traceback_and_no_key_is_lost(
             to_text(draft, "x")
     assert len(lines) > 50
     assert not any("\n" in line for line in lines)
-
-
-def test_keys_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> None:
-    evil = "x\noutput_dir: /etc"
-    path = edited(tmp_path, AXOLOTL_8B, lambda it: it["datasets"][0].update({evil: 1, "path": f"a{evil}"}))
-    draft = migrate(path)
-    assert yaml.safe_load(to_yaml(draft, "x"))["output_dir"] == "./outputs/out"
 
 
 NEW_TORCHTITAN: dict[str, Any] = {
@@ -496,16 +406,6 @@ def test_data_sets_of_torchtune_that_disagree_about_a_key_of_all_are_to_fill_in(
     assert settings(draft)["data.packing"] is False
 
 
-def test_without_a_limit_of_tokens_in_torchtune_the_length_is_to_fill_in(tmp_path: Path) -> None:
-    for edit in (
-        lambda values: values["tokenizer"].pop("max_seq_len", None),
-        lambda values: values["tokenizer"].update(max_seq_len=None),
-    ):
-        assert "data.seq_len" in dict(_tune(tmp_path, edit).to_fill)
-    limited = _tune(tmp_path, lambda values: values["tokenizer"].update(max_seq_len=512))
-    assert "data.seq_len" not in dict(limited.to_fill)
-
-
 @pytest.mark.parametrize(("name", "decay"), [("Adam", 0.0), ("AdamW", 0.01)])
 def test_the_default_decay_is_that_of_the_optimizer(name: str, decay: float, tmp_path: Path) -> None:
     default = inspect.signature(getattr(torch.optim, name)).parameters["weight_decay"].default
@@ -513,19 +413,6 @@ def test_the_default_decay_is_that_of_the_optimizer(name: str, decay: float, tmp
     optimizer = {"_component_": f"torch.optim.{name}", "lr": 1e-5}
     draft = _tune(tmp_path, lambda values: values.update(optimizer=optimizer))
     assert settings(draft)["optimizer.weight_decay"] == decay
-
-
-@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 10}, {"warmup_ratio": 0.1}])
-def test_the_constant_rate_of_axolotl_has_no_warmup(warmup: dict[str, float], tmp_path: Path) -> None:
-    def edit(values: dict[str, Any]) -> None:
-        for key in ("warmup_steps", "warmup_ratio"):
-            values.pop(key, None)
-        values.update(lr_scheduler="constant", **warmup)
-
-    draft = migrate(edited(tmp_path, NAMED["axolotl_llama-3_fft-8b"], edit))
-    assert settings(draft)["schedule.kind"] == "constant"
-    assert not settings(draft).get("schedule.warmup_steps")
-    assert counts(draft)["lost"] == 0
 
 
 HOSTILE_TEXT = [
@@ -551,23 +438,6 @@ def test_a_text_stays_that_text_in_the_config(text: str, tool: str, tmp_path: Pa
     assert OmegaConf.select(config, name) == text
 
 
-def test_the_name_of_a_file_cannot_add_lines_to_the_config(tmp_path: Path) -> None:
-    path = tmp_path / "x\nseed: 99\u2028seed: 98\x85seed: 97.yaml"
-    path.write_bytes(torchtune_8b.read_bytes())
-    values = yaml.safe_load(to_yaml(migrate(path), "my\nseed: 96.yaml"))
-    assert values == yaml.safe_load(to_yaml(migrate(torchtune_8b), "my.yaml"))
-
-
-def test_nothing_of_a_file_controls_the_terminal(tmp_path: Path) -> None:
-    evil = "x\x1b]0;x\x07\u202e"
-    path = edited(
-        tmp_path, AXOLOTL_8B, lambda it: it.update({evil: 1, "lr_scheduler": evil, "tokens": [evil]})
-    )
-    text = to_text(migrate(path), f"{evil}.yaml")
-    assert "\\x1b" in text
-    assert text.replace("\n", "").isprintable()
-
-
 @pytest.mark.parametrize("name", [None, "mxfp8_cublas", "mxfp4_cutlass"])
 def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_path: Path) -> None:
     mx = {"filter_fqns": ["output"], "emulate": True} | ({} if name is None else {"recipe_name": name})
@@ -580,8 +450,60 @@ def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_pa
     assert (counts(draft)["lost"], counts(draft)[UNKNOWN]) == (0, 1)
 
 
-def test_data_sets_beside_a_pretraining_set_are_named(tmp_path: Path) -> None:
-    corpus = [{"path": "b.jsonl", "type": "pretrain"}]
-    draft = migrate(edited(tmp_path, AXOLOTL_8B, lambda it: it.update(pretraining_dataset=corpus)))
-    assert "datasets" in {each.theirs for each in draft.dropped}
-    assert counts(draft)["lost"] == 0
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        (torchtune_8b, {"model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b"}}, "LoRA"),
+        (torchtune_8b, {"quantizer": {"_component_": "q"}}, "QAT"),
+        (torchtune_8b, {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "full_dpo"),
+        (torchtune_8b, {"teacher_model": {"_component_": "m"}}, "distill"),
+        (torchtune_8b, {"output_dir": "${nowhere}"}, "a key that the file does not have"),
+        (torchtune_8b, {"output_dir": "${a}${a}", "a": "${b}${b}", "b": "${a}${a}"}, "without an end"),
+        (torchtune_8b, {"batch_size": 0}, "batch_size: must be an integer of at least 1, found 0"),
+        (torchtune_8b, {"optimizer": 3}, "optimizer: must be a section"),
+        (AXOLOTL_8B, {"adapter": "qlora"}, "adapter: qlora trains adapters"),
+        (AXOLOTL_8B, {"load_in_4bit": True}, "4 or 8 bits"),
+        (AXOLOTL_8B, {"rl": "kto"}, "full_kto"),
+        (AXOLOTL_8B, {"qat": {"weight_dtype": "int4"}}, "quantization-aware"),
+        (AXOLOTL_8B, {"reward_model": True}, "classifier"),
+        (AXOLOTL_8B, {"datasets": [{"type": "alpaca"}]}, "datasets[0]: names no `path`"),
+        ("a.py", "def llama3_8b(): pass", "--debug.save_config_file"),
+        ("a.yaml", "model: {path: a}\ndata: {source: builtin}", "is a config of lptune already"),
+        ("a.yaml", "compute_environment: x\ndistributed_type: y", "accelerate"),
+        ("a.yaml", "a: 1", "is no config of torchtune"),
+        ("a.toml", "a = ", "cannot be read as TOML"),
+        ("a.json", "[]", "found list"),
+        ("a.json", "[" * 100_000, "nested too deep"),
+        ("a.toml", f"a = {'[' * 100_000}", "nested too deep"),
+        ("a.yaml", "m: {_component_: !!python/object/apply:os.system ['touch pwned']}", "not valid YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_migrated_is_one_line(
+    source: Path | str, changes: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if isinstance(source, str):
+        Path(source).write_text(changes)
+    path = (
+        Path(source) if isinstance(source, str) else edited(tmp_path, source, lambda it: it.update(changes))
+    )
+    with pytest.raises(UserError) as raised:
+        migrate(path)
+    assert message in str(raised.value)
+    assert str(raised.value).startswith(str(path))
+    assert not Path("pwned").exists()
+
+
+def test_no_text_of_a_file_adds_lines_to_the_config_or_controls_the_terminal(tmp_path: Path) -> None:
+    evil = "x\noutput_dir: /etc\u2028seed: 98\x85seed: 97\x1b]0;x\x07\u202e"
+
+    def edit(values: dict[str, Any]) -> None:
+        values.update({evil: 1, "lr_scheduler": evil, "tokens": [evil]})
+        values["datasets"][0].update({evil: 1, "path": f"a{evil}"})
+
+    draft = migrate(edited(tmp_path, AXOLOTL_8B, edit).rename(tmp_path / f"{evil[:8]}\u2028seed: 98.yaml"))
+    values = yaml.safe_load(to_yaml(draft, f"my{evil}.yaml"))
+    assert (values["output_dir"], values["seed"]) == ("./outputs/out", 42)
+    text = to_text(draft, f"{evil}.yaml")
+    assert "\\x1b" in text
+    assert text.replace("\n", "").isprintable()

@@ -5,21 +5,18 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
-from lptune.base.errors import UserError
 from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
+from lptune.tools.sweep.record import table
 from lptune.tools.sweep.slurm import Shape, script
-from lptune.tools.sweep.table import result, table
 from tests.cli.conftest import Command, Lptune, write_model
-from tests.helpers import cold, warm
+from tests.helpers import cold
 
 CONFIG = """\
 model: {path: tiny}
@@ -117,46 +114,14 @@ def wait_for(
     ("text", "values"),
     [
         ("1e-5,3e-5", ["1e-5", "3e-5"]),
-        ("[a,b],[a]", ["[a,b]", "[a]"]),
         ("[{source: a, weight: 2}, b],c", ["[{source: a, weight: 2}, b]", "c"]),
         ('"A, B","C"', ['"A, B"', '"C"']),
         ("it's,that's", ["it's", "that's"]),
         ("a, b", ["a", "b"]),
-        ("one", ["one"]),
-        ("", [""]),
     ],
 )
 def test_commas_split_values_where_nothing_protects_them(text: str, values: list[str]) -> None:
     assert split_values("key", text) == values
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["seed=1,"], "has an empty value"),
-        (["seed=1,2,1"], "has the value '1' twice"),
-        (["precision.skip=[a,b"], "] is missing at the end"),
-        (["x='a,b"], "' is missing at the end"),
-        (["seed=1,2", "seed=3"], "is given twice"),
-        (["seed=1"], "no key has several values"),
-        (["seed"], "overrides have the form"),
-        (["output_dir=a,b"], "each run has its own folder"),
-        ([f"seed={','.join(map(str, range(101)))}"], "has 101 runs; --max-runs 101"),
-    ],
-)
-def test_a_wrong_grid_is_one_line(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as raised:
-        Grid(overrides)
-    assert message in str(raised.value)
-
-
-def test_more_values_than_anybody_runs_are_refused_at_once() -> None:
-    started_s = time.process_time()
-    with pytest.raises(UserError, match="has 20000 runs"):
-        Grid([f"seed={','.join(map(str, range(20_000)))}"])
-    with pytest.raises(UserError, match="at least 1000000000 runs"):
-        Grid([f"k{number}=1,2" for number in range(20_000)])  # Python writes no number so long
-    assert time.process_time() - started_s < 2
 
 
 def test_points_are_all_combinations_in_order_with_the_fixed_keys() -> None:
@@ -175,7 +140,7 @@ def test_a_key_is_shortened_as_long_as_the_names_are_unique() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["../../etc", "a b", "$(touch x)", "a/b", "ä" * 200, "x" * 200, "", ".", "~", "*.o_proj", "\n", "\udcff"],
+    ["../../etc", "a b", "$(touch x)", "ä" * 200, "", "~", "*.o_proj", "\n", "\udcff"],
 )
 def test_names_are_safe_in_shells_and_file_systems_and_unique(value: str) -> None:
     name = point_name([("key", value), ("b", "1")])
@@ -197,92 +162,24 @@ def test_the_table_is_sorted_by_the_last_held_out_loss_and_a_cut_row_is_passed_o
         "nan": [{"step": 2, "eval_loss": float("nan")}],
         "diverged": [{"step": 1, "eval_loss": 0.5}],
     }
-    found = []
+    found: list[tuple[str, Path, int | None]] = []
     for name, content in rows.items():
         (tmp_path / name).mkdir()
         text = "".join(f"{json.dumps(row)}\n" for row in content)
         (tmp_path / name / "metrics.jsonl").write_text(text + '{"step": 9, "eval_lo')
-        found.append(result(name, tmp_path / name, 3 if name == "diverged" else 0))
-    found.append(result("absent", tmp_path / "absent", None))
+        found.append((name, tmp_path / name, 3 if name == "diverged" else 0))
+    found.append(("absent", tmp_path / "absent", None))
     lines = table(found).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == ["better", "worse", "nan", "diverged", "absent"]
     assert lines[0].split() == ["2.5000", "2.0000", "3", "-", "done", "better"]
     assert lines[-1].split()[-3:] == ["not", "run", "absent"]
 
 
-def test_metrics_that_no_run_wrote_neither_stop_nor_block_the_table(tmp_path: Path) -> None:
-    for name in ("huge", "pipe", "link"):
-        (tmp_path / name).mkdir()
-    huge = f'{{"step": {"9" * 400}, "loss": {"9" * 400}, "eval_loss": {"9" * 400}, "tokens_per_s": true}}\n'
-    (tmp_path / "huge/metrics.jsonl").write_text(huge)
-    os.mkfifo(tmp_path / "pipe/metrics.jsonl")
-    writer = os.open(tmp_path / "pipe/metrics.jsonl", os.O_RDWR)
-    os.write(writer, b'{"step": 7}\n')
-    end = threading.Timer(5.0, os.close, (writer,))  # who waits for the pipe reads a step
-    end.start()
-    (tmp_path / "link/metrics.jsonl").symlink_to(tmp_path / "huge/metrics.jsonl")
-    found = [result(name, tmp_path / name, 2) for name in ("huge", "pipe", "link")]
-    assert [line.split()[:4] for line in table(found).splitlines()[1:]] == [["-"] * 4] * 3
-    assert end.is_alive()
-    end.cancel()
-    os.close(writer)
-
-
 # ---- the command
 
 
-def test_a_sweep_of_another_recipe_in_the_folder_is_refused(
-    lptune: Lptune, toy: list[str], tmp_path: Path
-) -> None:
-    """Its runs would be called finished: neither a run nor its config knows the recipe."""
-    assert lptune("sweep", *toy, "seed=1,6").returncode == 0
-    (tmp_path / "other.py").write_text(RECIPE)
-    done = lptune("sweep", *toy[:-1], "other.py", "seed=1,6")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "sweeps/toy: holds a sweep of 'toy', not of 'other'; choose another --output-dir" in done.stderr
-    assert (tmp_path / "ran").read_text().split() == ["1", "6"]
-
-
-def test_everything_is_checked_before_the_first_run(command: Command) -> None:
-    Path("my.yaml").write_text(CONFIG)
-    write_model(Path("tiny"))
-    for arguments, message in (
-        (["optimizer.lr=1e-3,-1"], "argument 'optimizer.lr=-1'"),
-        (["precision.kind=none,int9"], "'int9' is not one of"),
-        (["data.source=builtin,nothing.jsonl"], "nothing.jsonl: no such file"),
-        (["optimizer.lr=1e-3,0.001"], "lr=1e-3 and lr=0.001 are the same"),
-        (["sed=1,2"], "unknown key 'sed'"),
-        (["--nproc-per-node", "3", "seed=1,2"], "3"),
-        (["--nproc-per-node", "0", "seed=1,2"], "must be a positive integer, found '0'"),
-        (["--nnodes", "2", "seed=1,2"], "add --slurm"),
-        (["seed=1,2", "--dryrun"], "no such option here: --dryrun (did you mean '--dry-run'?)"),
-        (["--rdzv-id", "x", "seed=1,2", "--slurm", "my.sbatch"], "the script of --slurm sets"),
-        (["seed=1,2", "--output-dir", "my.yaml"], "my.yaml: is a file"),
-        (["evaluate", "seed=1,2"], ""),
-    ):
-        code, stdout, stderr = command("sweep", "--config", "my.yaml", *arguments)
-        assert (code, stdout) == (2, ""), (arguments, stderr)
-        assert message in stderr
-        assert stderr.count("\n") == 1
-    assert sorted(path.name for path in Path().iterdir()) == ["my.yaml", "tiny"]
-
-
-def test_a_dry_run_prints_commands_that_validate(command: Command) -> None:
-    Path("my.yaml").write_text(CONFIG)
-    write_model(Path("tiny"))
-    code, stdout, _ = command("sweep", "--config", "my.yaml", "seed=1,2", "freeze=[a,b],[]", "--dry-run")
-    assert code == 0
-    lines = stdout.splitlines()[1:]
-    assert len(lines) == 4
-    for line in lines:
-        run, *arguments = shlex.split(line)[1:]
-        assert run == "run"
-        assert command("validate", *arguments)[0] == 0
-    assert not Path("sweeps").exists()
-
-
 def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
-    lptune: Lptune, toy: list[str], tmp_path: Path
+    lptune: Lptune, toy: list[str], tmp_path: Path, command: Command
 ) -> None:
     done = lptune("sweep", *toy, "seed=1,2,3,4,6")
     assert done.returncode == 2, done.stderr  # of the first failure
@@ -302,46 +199,21 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
     again = lptune("sweep", *toy, "seed=1,2,3,4,6")
     assert again.returncode == 2
     assert (tmp_path / "ran").read_text().split() == ["1", "2", "3", "4", "6", "2", "4"]
-    (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 9\n")
-    assert lptune("sweep", *toy, "seed=1,6").returncode == 0  # another config: not the same runs
-    assert (tmp_path / "ran").read_text().split()[-2:] == ["1", "6"]
+    # Runs of another recipe would be called finished: neither a run nor its config knows the recipe.
+    (tmp_path / "other.py").write_text(RECIPE)
+    refused = command("sweep", *toy[:-1], "other.py", "seed=1,6")[2]
+    assert "sweeps/toy: holds a sweep of 'toy', not of 'other'; choose another --output-dir" in refused
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("sweep.json", lambda path: path.write_text("[" * 100_000)),
-        ("sweep.json", lambda path: path.write_text('{"runs":' + "[" * 900 + "]" * 900 + "}")),
-        ("sweep.json", lambda path: path.write_text('{"runs": {"seed=1": [1]}}')),
-        ("sweep.json", lambda path: path.write_bytes(b'{"recipe": "\xe9"}')),
-        ("sweep.json", os.mkfifo),
-        ("sweep.json", os.mkdir),
-        (".sweep.lock", os.mkfifo),
-        (".sweep.lock", lambda path: path.symlink_to("../elsewhere")),
-    ],
-)
-def test_a_folder_that_somebody_prepared_is_one_line_before_the_first_run(
-    toy: list[str], tmp_path: Path, lptune: Lptune, name: str, make: Callable[[Path], object]
-) -> None:
-    folder = tmp_path / "sweeps" / "toy"
-    folder.mkdir(parents=True)
-    make(folder / name)
-    done = lptune("sweep", *toy, "seed=1,6")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: sweeps/toy/{name}: ")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "ran").exists()
-    assert not (tmp_path / "sweeps" / "elsewhere").exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_run_save_and_the_same_command_goes_on(
-    toy: list[str], tmp_path: Path, number: signal.Signals, lptune: Lptune, start: Start
+def test_a_signal_lets_the_run_save_and_the_same_command_goes_on_but_not_beside_it(
+    toy: list[str], tmp_path: Path, lptune: Lptune, start: Start
 ) -> None:
     process = start(*toy, "seed=1,5,6")
     wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists, process)
     time.sleep(0.3)
-    process.send_signal(number)
+    done = lptune("sweep", *toy, "seed=1,5,6")
+    assert (done.returncode, "another sweep runs there" in done.stderr) == (2, True)
+    process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 143, stderr
     assert "the same command goes on" in stderr
@@ -371,61 +243,6 @@ def test_a_killed_sweep_leaves_no_run_behind(toy: list[str], tmp_path: Path, sta
     assert not (tmp_path / "sweeps/toy/seed=6").exists()
 
 
-def test_two_sweeps_in_one_folder_are_refused(
-    toy: list[str], tmp_path: Path, lptune: Lptune, start: Start
-) -> None:
-    process = start(*toy, "seed=5,6")
-    wait_for((tmp_path / "sweeps/toy/seed=5/pid").exists, process)
-    time.sleep(0.3)
-    done = lptune("sweep", *toy, "seed=5,6")
-    process.terminate()
-    process.communicate(timeout=120)
-    assert (done.returncode, "another sweep runs there" in done.stderr) == (2, True)
-
-
-@pytest.mark.slow  # the suite stops and resumes recipes that need no torch
-def test_two_real_runs_of_which_one_is_stopped_in_the_middle(tmp_path: Path, start: Start) -> None:
-    (tmp_path / "my.yaml").write_text(CONFIG)
-    made = warm.lptune(["new-checkpoint", "llama3_2/tiny", "tiny"], folder=tmp_path)
-    assert made.returncode == 0, made.stderr
-    arguments = (
-        "--config",
-        "my.yaml",
-        "optimizer.lr=1e-3,3e-3",
-        "num_steps=120",
-        "eval_every_steps=60",
-    )
-    process = start(*arguments)
-    first, second = (tmp_path / f"sweeps/my/lr={lr}" for lr in ("1e-3", "3e-3"))
-    metrics = first / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, process)
-    process.terminate()
-    process.communicate(timeout=120)
-    assert process.returncode == 143
-    stopped = len(metrics.read_text().splitlines())
-    assert 3 < stopped < 120
-    assert list((first / "checkpoints").glob("step-*/manifest.json"))
-
-    done = cold.run(*cold.LPTUNE, "sweep", *arguments, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    losses = {}
-    for folder in (first, second):
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == list(range(121))
-        losses[folder.name] = rows[-1]["eval_loss"]
-        assert load_config_lr(folder) == float(folder.name.removeprefix("lr="))
-    best, worst = sorted(losses, key=losses.__getitem__)
-    rows = [
-        line.split() for line in done.stdout.splitlines()[-4:] if " lr=" in line and line.split()[4] == "done"
-    ]
-    assert [(row[-1], row[0]) for row in rows] == [(name, f"{losses[name]:.4f}") for name in (best, worst)]
-
-
-def load_config_lr(folder: Path) -> float:
-    lr = yaml.safe_load((folder / "config.yaml").read_text())["optimizer"]["lr"]
-    return float(lr)
-
-
 # ---- Slurm
 
 
@@ -433,6 +250,9 @@ def load_config_lr(folder: Path) -> float:
 def test_the_array_job_runs_each_point_once(nnodes: str | None, command: Command, tmp_path: Path) -> None:
     Path("my.yaml").write_text(CONFIG.replace("device: cpu", "device: cuda"))  # of other machines
     write_model(Path("tiny"))
+    code, stdout, _ = command("sweep", "--config", "my.yaml", "device=cpu", "seed=1,2", "--dry-run")
+    (_, one, two) = stdout.splitlines()
+    assert [command("validate", *shlex.split(line)[2:])[0] for line in (one, two)] == [0, 0]
     machines = ["--nnodes", nnodes, "--nproc-per-node", "1"] if nnodes else []
     values = ["global_batch_size=8", "precision.skip=[lm_head,a],[]", "seed=1,2"]
     code, stdout, stderr = command(
@@ -479,3 +299,25 @@ def test_a_script_quotes_what_a_shell_would_read() -> None:
     assert "'x=$(touch pwned)'" in text
     assert "cd '/a folder' || exit 2" in text
     assert "sbatch 'a b.sbatch'" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("sweep.json", lambda path: path.write_text("[" * 100_000)),
+        ("sweep.json", lambda path: path.write_text('{"runs": {"seed=1": [1]}}')),
+        ("sweep.json", os.mkfifo),
+        (".sweep.lock", lambda path: path.symlink_to("../elsewhere")),
+    ],
+)
+def test_a_folder_that_somebody_prepared_is_one_line_before_the_first_run(
+    toy: list[str], tmp_path: Path, command: Command, name: str, make: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "sweeps" / "toy"
+    folder.mkdir(parents=True)
+    make(folder / name)
+    code, _, stderr = command("sweep", *toy, "seed=1,6")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith(f"error: sweeps/toy/{name}: ")
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "sweeps" / "elsewhere").exists()
