@@ -59,7 +59,7 @@ class _Driver:
         self.launcher_cls = _launcher
 
     def get_current_device(self) -> int:
-        return 0
+        return self._arch  # Triton keeps what it compiled by this number
 
     def get_current_stream(self, device: int) -> int:
         return 0

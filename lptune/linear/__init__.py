@@ -9,7 +9,7 @@
 """
 
 from lptune.linear import kinds
-from lptune.linear.convert import convert, unconvert
+from lptune.linear.convert import convert, native_kinds, unconvert
 from lptune.linear.dtensors import check_part, on_this_rank, placed_as
 from lptune.linear.kind import KINDS, Kind, LinearSpec
 from lptune.linear.low_precision import LowPrecision
@@ -20,7 +20,6 @@ from lptune.linear.module import (
     local_part,
     weights_changed,
 )
-from lptune.linear.native import native_kinds
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT
 from lptune.linear.steps.delayed import DelayedScaling

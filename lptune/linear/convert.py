@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from lptune.base.errors import UserError, closest, no_8_bit_gemm_error
-from lptune.config import PrecisionConfig
+from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.hardware.planned import planned
 from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
@@ -144,6 +144,24 @@ def unconvert(model: nn.Module) -> int:
     for module in converted:
         module.release()
     return len(converted)
+
+
+def native_kinds(device: torch.device) -> list[str]:
+    """`none` and the kinds whose GEMMs `device` runs without emulation, in the order of PRECISION_KINDS.
+
+    `convert` decides, on a layer of 32 x 32: so this is what a run would do, LPTUNE_KERNELS included.
+    """
+    return [kind for kind in PRECISION_KINDS if _is_native(kind, device)]
+
+
+def _is_native(kind: str, device: torch.device) -> bool:
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+    precision = PrecisionConfig(kind=kind, verify=False)
+    try:
+        return convert(layer, precision, device=device).backend(device.type) != "emulation"
+    except UserError:  # the device has no such GEMM
+        return False
 
 
 def _group_readers(model: nn.Module) -> None:

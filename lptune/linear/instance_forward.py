@@ -62,8 +62,6 @@ def _places(module: nn.Linear) -> Iterator[Replace]:
                 yield lambda new, each=each: _replace_in_partial(each, is_old, new)  # type: ignore[misc]
             waiting += [value for value in kept if callable(value) and not is_old(value)]
         else:
-            if isinstance(each, FunctionType) and _asks_the_class(each):
-                yield lambda new: None
             for cell in (each.__closure__ or ()) if isinstance(each, FunctionType) else ():
                 try:
                     value = cell.cell_contents
@@ -73,14 +71,6 @@ def _places(module: nn.Linear) -> Iterator[Replace]:
                     yield lambda new, cell=cell: setattr(cell, "cell_contents", new)  # type: ignore[misc]
                 elif callable(value):
                     waiting.append(value)
-
-
-def _asks_the_class(function: FunctionType) -> bool:
-    """Whether the function seems to call `type(module).forward(…)`, judged by the names in its code. A wrong
-    guess is found when the first update is verified.
-    """
-    names = set(function.__code__.co_names)
-    return "forward" in names and bool(names & {"type", "__class__"})
 
 
 def _replace_in_partial(each: "partial[Any]", is_old: Callable[[Any], bool], new: Any) -> None:

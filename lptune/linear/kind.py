@@ -161,10 +161,10 @@ class Kind(ABC):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns (`x @ w.T` in x's dtype, the tensors that `backward` gets as `saved`).
 
-        w_NK: has x's dtype; or is a GatheredWeight (a TwiceQuantized, if this kind `quantizes_twice`); or the
-        RowTensor that the kind stores. layer: the layer handle, for the count of GEMMs. quantized_x: q and
-        scale of x, if x was gathered in 8 bits; x_TK is then a placeholder of ones, and only its shape and
-        dtype are used. once: quantizes x, for all layers that read this x (shared_input.py).
+        w_NK: has x's dtype; or is a GatheredWeight; or the RowTensor that the kind stores. layer: the layer
+        handle, for the count of GEMMs. quantized_x: q and scale of x, if x was gathered in 8 bits; x_TK is
+        then a placeholder of ones, and only its shape and dtype are used. once: quantizes x, for all layers
+        that read this x (shared_input.py).
         """
 
     @abstractmethod
@@ -257,20 +257,6 @@ class Kind(ABC):
     def header_bytes(self) -> int:
         """Bytes before each gathered row, for its scale; 0 if scales are not sent."""
         return HEADER_BYTES if self.row_scales else 0
-
-    # --- How W stays in 8 bits on one rank, where no single set of 8-bit values serves its GEMMs.
-
-    def quantizes_twice(self, spec: LinearSpec) -> bool:
-        """Whether the GEMMs with W, `output` and `grad_input`, use one set of 8-bit values each, and nothing
-        else of W.
-        """
-        return False
-
-    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> Tensor:
-        """Both sets, bitwise those that `forward` and `backward` make, as a TwiceQuantized. w_NK: in the
-        compute dtype. Raises ValueError if `quantizes_twice` is false.
-        """
-        raise ValueError(f"{self.name} needs one set of 8-bit values of a weight")
 
     # --- How tokens travel in 8 bits, under tensor parallelism.
 

@@ -260,9 +260,8 @@ class LowPrecisionLinear(nn.Linear):
         return self._multiply(x_cast, local_part(self.weight), self.handle, shared=shared)
 
     def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
-        # The compiler merges equal calls of an op by itself; torch.jit.trace does not find shared results.
-        tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        if self.input_group is None or torch.compiler.is_compiling() or tracing:
+        # The compiler merges equal calls of an op by itself.
+        if self.input_group is None or torch.compiler.is_compiling():
             return None
         return self.input_group.read(self.number, x, dtype, self.spec)
 

@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.numerics.formats import INT8, Format
-from lptune.numerics.rounding import stochastic_round_to
 
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; its inverse, 2**126, is finite
 
@@ -121,29 +120,22 @@ def round_to(scaled: Tensor, fmt: Format) -> Tensor:
     return (scaled.round() if fmt.mantissa_bits is None else scaled).to(fmt.dtype)
 
 
-def quantize_rows(
-    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
-) -> QuantizedRows:
+def quantize_rows(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedRows:
     """One scale per row. x_MK: any float dtype, (M, K).
 
-    random: uniform in [0, 1), shape of x, for stochastic rounding (rounding.py). None: round to nearest; for
-    INT8, |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
+    For INT8, |q * scale - x| <= scale / 2 in finite rows, up to float32 rounding.
     """
-    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two, random))
+    return QuantizedRows(*_quantize(x_MK, 1, fmt, power_of_two))
 
 
-def quantize_columns(
-    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
-) -> QuantizedColumns:
-    """One scale per column. x_MK: any float dtype, (M, K). random: as for rows."""
-    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two, random))
+def quantize_columns(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedColumns:
+    """One scale per column. x_MK: any float dtype, (M, K)."""
+    return QuantizedColumns(*_quantize(x_MK, 0, fmt, power_of_two))
 
 
-def quantize_tensor(
-    x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False, random: Tensor | None = None
-) -> QuantizedTensor:
-    """One scale for the whole tensor. x_MK: any float dtype, (M, K). random: as for rows."""
-    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two, random))
+def quantize_tensor(x_MK: Tensor, fmt: Format = INT8, *, power_of_two: bool = False) -> QuantizedTensor:
+    """One scale for the whole tensor. x_MK: any float dtype, (M, K)."""
+    return QuantizedTensor(*_quantize(x_MK, (0, 1), fmt, power_of_two))
 
 
 def quantize_blocks(
@@ -200,9 +192,7 @@ def _amax(x32: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool, random: Tensor | None
+    x: Tensor, dim: int | tuple[int, int], fmt: Format, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     scale, inverse = find_scale(x, dim, fmt, power_of_two)
-    scaled = x.to(torch.float32) * inverse
-    q = round_to(scaled, fmt) if random is None else stochastic_round_to(scaled, fmt, random)
-    return q, scale
+    return round_to(x.to(torch.float32) * inverse, fmt), scale

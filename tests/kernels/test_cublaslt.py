@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lptune import linear
 from lptune.config import PrecisionConfig
-from lptune.kernels import backend, block_mm, choose_backend, cublaslt, record_gemms
+from lptune.kernels import backend, choose_backend, cublaslt, record_gemms
 from tests.proofs import noise
 
 Recipe = F.ScalingType
@@ -154,33 +154,6 @@ def test_a_layer_computes_by_torchs_calls_what_the_reference_says(
         # The stand-ins sum in float64 and round once, the reference in float32 and then to the dtype.
         bound = 640 * 2.0**-24 + torch.finfo(dtype).eps
         assert noise.relative_error(actual[name], expected[name].double()) < bound, name
-
-
-@pytest.mark.usefixtures("on_torch")
-def test_a_single_row_gets_the_strides_that_torch_asks_for() -> None:
-    # contiguous() leaves such a row as it is: strides of size 1 mean nothing to it.
-    row = torch.randn(48, 1).to(torch.float8_e4m3fn).t()
-    assert row.is_contiguous()
-    assert row.stride() == (1, 1)
-    b, one = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.ones(1, 1)
-    out = cublaslt.scaled_mm(row, b, one, one, torch.float32, fast=False)
-    torch.testing.assert_close(out, row.float() @ b.float())
-
-
-def test_before_cuda_12_9_rows_come_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_mm", _scaled_mm)
-    monkeypatch.setattr(cublaslt, "has_vector_scales", lambda: False)
-    a, b = torch.randn(16, 32).to(torch.float8_e4m3fn), torch.randn(16, 32).to(torch.float8_e4m3fn).t()
-    out = cublaslt.scaled_mm(a, b, torch.rand(16, 1), None, torch.float32, fast=False)
-    assert out.dtype == torch.float32
-    assert torch.equal(out, out.bfloat16().float())
-
-
-@pytest.mark.parametrize("shape", [(8, 128, 128), (16, 64, 128), (16, 128, 64)])
-def test_sizes_that_are_no_whole_blocks_are_not_for_torch(shape: tuple[int, int, int]) -> None:
-    m, k, n = shape
-    assert not cublaslt.takes_blocks(torch.empty(m, k), torch.empty(k, n))
-    assert block_mm.cublaslt is cublaslt
 
 
 @pytest.mark.gpu

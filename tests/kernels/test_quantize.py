@@ -54,15 +54,6 @@ def test_quantizers_equal_the_maths_bitwise(shape: tuple[int, int], dtype: torch
     _assert_equal(kernels.quantize_tensor(x, fmt), numerics.quantize_tensor(x, form))
 
 
-@pytest.mark.parametrize("fmt", list(FORMATS))
-def test_scales_may_be_powers_of_two(fmt: str) -> None:
-    x = _matrix((65, 33), torch.bfloat16)
-    actual = kernels.quantize_rows(x, fmt, power_of_two=True)
-    _assert_equal(actual, numerics.quantize_rows(x, FORMATS[fmt], power_of_two=True))
-    # frexp: a power of two has the significand 1/2.
-    assert (torch.frexp(actual.scale_M1[actual.scale_M1 > 0]).mantissa == 0.5).all()
-
-
 QUANTIZERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "rows": kernels.quantize_rows,
     "columns": kernels.quantize_columns,
@@ -223,14 +214,6 @@ def test_what_is_rotated_and_quantized_has_the_bits_of_one_after_the_other(
             assert torch.equal(packed, kernels.pack_rows(rows, shape[0] + 2))
     for to in DTYPES:
         _assert_equal((kernels.rotate(x, to),), (numerics.rotate(x).to(to),))
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_not_finite_makes_its_scale_nan_after_a_rotation_too(dtype: torch.dtype, bad: float) -> None:
-    x = _matrix((65, 33), dtype)
-    x[5, 7] = bad
-    assert kernels.quantize_rows(x, "int8", rotated=True).scale_M1.isnan().nonzero()[:, 0].tolist() == [5]
 
 
 def test_opcheck() -> None:

@@ -85,14 +85,6 @@ def test_packed_rows_have_the_bits_of_the_reference() -> None:
         assert same_bits(buffer, kernels.pack_rows(expected, num_rows))
 
 
-def test_a_block_that_no_tile_holds_is_quantized_by_the_reference() -> None:
-    x = _matrix(20, 36)
-    q, scale = kernels.quantize_blocks(x, (3, 5), "e4m3")
-    expected = numerics.quantize_blocks(x.cpu(), (3, 5), numerics.E4M3)
-    assert same_bits(q, expected.q_MK)
-    assert same_bits(scale, expected.scale)
-
-
 def test_a_contraction_beyond_int32_is_split_and_its_parts_scaled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,13 +17,12 @@ FILES = [f"test_triton_{name}.py" for name in NAMES]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
-@pytest.mark.parametrize("one_case_in", [3, pytest.param(1, marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("one_case_in", [6, pytest.param(1, marks=pytest.mark.kernels)])
 def test_every_kernel_test_passes_in_the_interpreter(one_case_in: int) -> None:
-    """The suite runs every test with each third of its shapes, dtypes and formats."""
-    # One process for all: 25 s of CPU time where one for each file took 40.
+    """The suite runs every test with each sixth of its shapes, dtypes and formats, the first among them."""
     pytest_ = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--color=no")
     files = (f"tests/kernels/{file}" for file in FILES)
     variables = {"TRITON_INTERPRET": "1", "ONE_CASE_IN": str(one_case_in)}
     done = cold.run(*pytest_, *files, timeout_s=1200, **variables)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\d\d\d passed", done.stdout), done.stdout[-2000:]
+    assert re.search(r"\d\d passed", done.stdout), done.stdout[-2000:]

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -66,17 +65,6 @@ def test_the_plan_gives_each_layer_its_gemms_or_its_reason() -> None:
         "layers.0.down",
         "layers.1.up",
         "layers.1.down",
-    ]
-
-
-def test_the_table_groups_layers_that_differ_in_their_number_only() -> None:
-    lines = linear.convert(Tiny(), INT8).table().splitlines()
-    assert lines[0] == "precision int8_rowcol: 4 of 7 linear layers converted"
-    assert [line.split("  ")[0] for line in lines[3:]] == [
-        "layers.0-1.up",
-        "layers.0-1.odd",
-        "layers.0-1.down",
-        "lm_head",
     ]
 
 
@@ -189,13 +177,6 @@ def test_autocast_decides_the_compute_dtype_as_for_nn_linear() -> None:
         assert layer(torch.randn(4, 32)).dtype == torch.bfloat16
 
 
-def test_a_kind_alone_stands_for_its_config() -> None:
-    model = nn.Sequential(nn.Linear(32, 48))
-    assert linear.convert(model, "int8_rowcol").kind == "int8_rowcol"
-    with pytest.raises(UserError, match=r"precision\.kind"):
-        linear.convert(nn.Linear(32, 32), "int9")
-
-
 def _wrapped_in_a_closure(layer: nn.Linear) -> None:
     """As transformers' tensor parallelism does."""
     old = layer.forward
@@ -221,22 +202,9 @@ def _wrapped_twice(layer: nn.Linear) -> None:
     _wrapped_in_a_partial(layer)
 
 
-def _asking_the_class(layer: nn.Linear) -> None:
-    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
-
-
-def _bound_and_asking_the_class(layer: nn.Linear) -> None:
-    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        return 2 * self.__class__.forward(self, x)
-
-    layer.forward = types.MethodType(forward, layer)
-
-
 @pytest.mark.parametrize(
     ("wrap", "factor"),
     [
-        (_asking_the_class, 2),
-        (_bound_and_asking_the_class, 2),
         (_wrapped_in_a_closure, 2),
         (_wrapped_by_accelerate, 1),
         (_wrapped_in_a_partial, 2),

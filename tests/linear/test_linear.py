@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lptune import linear
 from lptune.config import PRECISION_KINDS, PrecisionConfig
@@ -28,10 +30,6 @@ MODES = [
     )
 ]
 T, K, N = 96, 128, 80
-
-
-def _default(kind: str) -> tuple[str, str]:
-    return PRECISION_KINDS[kind].grad_input[0], PRECISION_KINDS[kind].grad_weight[0]
 
 
 def _layer(dtype: torch.dtype, kind: str = "int8_rowcol", **keys: str | bool) -> linear.LowPrecisionLinear:
@@ -138,7 +136,7 @@ def test_where_one_element_dominates_or_results_are_denormal_errors_are_within_t
         layer.bias.zero_()
     weight, (x, g) = layer.weight.detach().clone(), _inputs(dtype)
     for size in (30.0, 1e3, 1e5):
-        for row in range(4):
+        for row in (0, 3):
             big_x, big_w, big_g = x.clone(), weight.clone(), g.clone()
             for each, column in ((big_x, 5), (big_w, 5), (big_g, row)):
                 each[row, column] *= size
@@ -149,25 +147,6 @@ def test_where_one_element_dominates_or_results_are_denormal_errors_are_within_t
         with torch.no_grad():
             layer.weight.copy_(size * weight)
         _assert_predicted(layer, size * x, size * g)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "grad_input"),
-    [("int8_rowcol", "requantized"), ("int8_rowcol", "high"), ("float8_rowwise", "requantized")],
-)
-def test_a_weight_that_is_rounded_twice_is_predicted_from_both_sides(
-    kind: str, grad_input: str, dtype: torch.dtype
-) -> None:
-    layer = _layer(dtype, kind, grad_input=grad_input)
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        x, g = torch.randn(T, K, generator=generator), torch.randn(T, N, generator=generator)
-        # Drawn in float32: torch 2.11 draws bfloat16 on a grid of 2^-8, which is no finer than INT8's own.
-        weight = torch.rand(N, K, generator=generator)
-        with torch.no_grad():
-            layer.weight.copy_((2 * weight - 1) * K**-0.5)
-        _assert_predicted(layer, x.to(dtype), g.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -225,58 +204,6 @@ def test_zero_rows_of_weight_and_input_take_nothing_from_the_others(kind: str, g
     _assert_predicted(layer, x, g)
 
 
-def _planted_db(kind: str, outlier: str, size: float) -> tuple[float, float]:
-    """SQNR of output and grad_weight by float64, apart from the outlier's own row and column. A channel or a
-    token of x, or both, is `size` times as large, and its weights or gradient as much smaller: it counts in
-    the sums as the others do.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x, w, g = (torch.randn(shape, generator=generator) for shape in ((256, 256), (192, 256), (256, 192)))
-    if outlier in ("channel", "both"):
-        x[:, 5], w[:, 5] = x[:, 5] * size, w[:, 5] / size
-    if outlier in ("token", "both"):
-        x[9], g[9] = x[9] * size, g[9] / size
-    if outlier == "masked token":
-        x[9], g[1::2] = x[9] * size, 0
-    layer = nn.Linear(256, 192, bias=False)
-    layer.load_state_dict({"weight": w})
-    model = nn.Sequential(layer)
-    linear.convert(model, PrecisionConfig(kind=kind, emulate=True, skip=()))
-    out = model(x)
-    out.backward(g)
-    assert layer.weight.grad is not None
-    others_T, others_K = torch.arange(256) != 9, torch.arange(256) != 5
-    return (
-        noise.sqnr_db(out.detach()[others_T], x.double()[others_T] @ w.double().t()),
-        noise.sqnr_db(layer.weight.grad[:, others_K], g.double().t() @ x.double()[:, others_K]),
-    )
-
-
-# SQNR in dB of output and grad_weight: without an outlier; beside a channel, a token (that has a gradient, or
-# has none) and both that are 1000 times as large. Measured; float8 has a scale of its own in each number.
-PLANTED_DB = {
-    "int8_rowcol": ((40.1, 40.1), (1.7, 40.1), (40.1, 1.3), (40.1, 1.3), (1.7, 1.3)),
-    "int8_rotated": ((40.3, 39.8), (5.9, 13.0), (40.3, 39.8), (40.3, 40.2), (5.9, 13.0)),
-    "int8_tensorwise": ((36.9, 37.0), (0, 0), (0, 0), (0, 0), (0, 0)),
-    "float8_tensorwise": ((28.5, 24.6), (28.5, 24.6), (28.5, 24.6), (28.5, 24.6), (0.6, 0.6)),
-    "float8_rowwise": ((28.5, 28.5),) * 5,
-    "float8_blockwise": ((28.7, 28.7),) * 5,
-    "mxfp8": ((28.5, 28.5),) * 5,
-}
-
-
-@pytest.mark.parametrize("kind", PLANTED_DB)
-def test_what_an_outlier_leaves_of_the_others(kind: str) -> None:
-    cases = (("none", 1), ("channel", 1000), ("token", 1000), ("masked token", 1000), ("both", 1000))
-    for (outlier, size), expected in zip(cases, PLANTED_DB[kind], strict=True):
-        assert _planted_db(kind, outlier, size) == pytest.approx(expected, abs=0.5), outlier
-
-
-def test_a_rotation_spares_output_a_channel_and_brings_it_to_grad_weight() -> None:
-    assert _planted_db("int8_rowcol", "channel", 100) == pytest.approx((12.5, 40.1), abs=0.5)
-    assert _planted_db("int8_rotated", "channel", 100) == pytest.approx((25.7, 29.5), abs=0.5)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound(kind: str) -> None:
     layer, (x, g) = _layer(torch.bfloat16, kind), _inputs(torch.bfloat16)
@@ -290,37 +217,12 @@ def test_an_outlier_token_and_an_odd_number_of_tokens_stay_within_the_bound(kind
         assert noise.relative_error(ours[gemm], truth[gemm]) <= predicted.bound, gemm
 
 
-def test_a_weight_between_two_steps_is_no_fault_of_the_quantizer() -> None:
-    # x * (1 / scale) rounds twice: 0.500005 of a step away from where the second rounding puts it.
-    row, column = 1.0507670640945435, 1.0130901336669922
-    w_NK = torch.tensor([[row, 121 * row / 127], [0.5, column]])
-    spec = linear.LinearSpec.from_config(PrecisionConfig(kind="int8_rowcol", grad_input="requantized"))
-    predicted = noise.predicted_errors(spec, torch.ones(3, 2), w_NK, torch.ones(3, 2))
-    assert 0 < predicted["grad_input"].bound < 0.1
-
-
-@pytest.mark.parametrize("grad_input", ["folded", "requantized"])
-def test_a_nan_in_the_weight_is_a_nan_in_the_prediction_and_no_fault_of_the_quantizer(
-    grad_input: str,
-) -> None:
-    layer, (x, g) = _layer(torch.float32, grad_input=grad_input), _inputs(torch.float32)
-    w_NK = linear.dequantized(layer.weight.detach()).clone()
-    w_NK[0, 0] = torch.nan
-    predicted = noise.predicted_errors(layer.spec, x, w_NK, g)["grad_input"]
-    assert predicted.bound != predicted.bound
-
-
 def test_no_tokens_give_no_output_and_zero_gradients() -> None:
     layer = _layer(torch.float32)
     results = _run(layer, torch.zeros(0, K), torch.zeros(0, N))
     assert results["output"].shape == (0, N)
     assert results["grad_input"].shape == (0, K)
     assert (results["grad_weight"] == 0).all()
-
-
-def test_batched_input_equals_flattened() -> None:
-    layer, (x, _) = _layer(torch.bfloat16), _inputs(torch.bfloat16)
-    assert torch.equal(layer(x.view(4, T // 4, K)), layer(x).view(4, T // 4, N))
 
 
 def test_folded_grad_weight_saves_the_input_in_8_bits() -> None:
@@ -346,11 +248,8 @@ def _saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
     return sum(saved.values())
 
 
-# Eager in every mode, compiled in the default modes of each kind.
-FROZEN_MODES = [
-    *((*mode, False) for mode in MODES),
-    *((*mode, True) for mode in MODES if mode[1:3] == _default(mode[0])),
-]
+# Eager in every mode, compiled in the default mode of the default kind.
+FROZEN_MODES = [*((*mode, False) for mode in MODES), (*MODES[0], True)]
 
 
 @pytest.mark.parametrize(("kind", "grad_input", "grad_weight", "grad_format", "compiled"), FROZEN_MODES)
@@ -374,10 +273,26 @@ def test_a_frozen_weight_saves_no_input_and_has_the_same_grad_input(
     assert layer.weight.grad is None
 
 
+class _Copies(TorchDispatchMode):
+    """Notes operations of torch, outside the ops of lptune, that write a tensor of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.itemsize == 1]
+        is_view = any(each.alias_info for each in func._schema.returns)
+        if made and not is_view and func.namespace != "lptune" and made[0].dtype != torch.bool:
+            self.found.append(str(func))
+        return out
+
+
 LAYOUT_MODES = [
     *(mode for mode in MODES if mode[0] != "int8_weight_only"),
     *(
-        (kind, *_default(kind), "stochastic")
+        (kind, PRECISION_KINDS[kind].grad_input[0], PRECISION_KINDS[kind].grad_weight[0], "stochastic")
         for kind in KINDS
         if PRECISION_KINDS[kind].can_round_stochastically
     ),
@@ -413,9 +328,12 @@ def test_where_the_device_wants_it_every_operand_is_stored_along_the_contraction
     x, g = _inputs(torch.bfloat16)
     expected = _run(layer, x, g)
     seen.clear()
-    with planned_for("cuda"):
+    with planned_for("cuda"), _Copies() as copies:
         actual = _run(layer, x, g)
     assert seen == [True] * sum(layer.spec.is_low(gemm) for gemm in GEMMS)
+    # x, which `folded` saves in 8 bits, is by tokens in `output` and by channels in grad_weight: one copy. A
+    # weight that is used without quantizing it again is copied for grad_input in the same way.
+    assert len(copies.found) == (layer.spec.grad_weight == "folded")
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 

@@ -1,9 +1,7 @@
 """The live state of layers is in one registry, and is gone with them."""
 
-import ast
 import copy
 import gc
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,6 @@ from lptune import distributed, kernels, linear
 from lptune.config import PrecisionConfig
 from lptune.kernels import LIVE
 from lptune.linear import KINDS, Kind
-
-LIBRARY = Path(linear.__file__).parents[1]
 
 
 def _trained(kind: Kind) -> tuple[nn.Module, linear.LowPrecision]:
@@ -30,8 +26,10 @@ def _trained(kind: Kind) -> tuple[nn.Module, linear.LowPrecision]:
     return model, low
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_convert_enters_layers_low_precision_fills_them_in_and_they_leave_when_they_die(kind: Kind) -> None:
+# With nothing, an amax source, a history, a stored weight: all that a kind may keep alive.
+@pytest.mark.parametrize("name", ["int8_rowcol", "int8_tensorwise", "float8_delayed", "int8_weight_only"])
+def test_convert_enters_layers_low_precision_fills_them_in_and_they_leave_when_they_die(name: str) -> None:
+    kind = KINDS[name]
     gc.collect()
     before = len(LIVE)
     with distributed.session("cpu"):
@@ -75,14 +73,3 @@ def test_unconverted_layers_leave() -> None:
     linear.unconvert(model)
     assert LIVE.get(number) is None
     assert kernels.gathered_bytes(number) is None
-
-
-def test_nothing_else_is_kept_by_the_numbers_of_layers() -> None:
-    """No other module of linear or kernels has a global dictionary by integers."""
-    found = []
-    for path in sorted([*(LIBRARY / "linear").rglob("*.py"), *(LIBRARY / "kernels").rglob("*.py")]):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            empty = isinstance(node, (ast.AnnAssign, ast.Assign)) and isinstance(node.value, ast.Dict)
-            if empty and not node.value.keys and "dict[int" in ast.unparse(node):  # type: ignore[union-attr]
-                found.append(f"{path.name}:{node.lineno}")
-    assert not found

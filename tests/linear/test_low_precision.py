@@ -8,7 +8,6 @@ from torch import nn
 
 from lptune import linear
 from lptune.config import PrecisionConfig
-from lptune.linear.steps.delayed import HISTORY
 
 KINDS = ("int8_rowcol", "int8_tensorwise", "float8_delayed", "float8_rowwise", "float8_blockwise", "mxfp8")
 
@@ -101,15 +100,3 @@ def test_a_loop_that_leaves_a_piece_out_is_an_error_and_not_another_kind() -> No
     low = linear.LowPrecision(model, plan, optimizer, verify=False)
     with pytest.raises(RuntimeError, match=r"within `with low\.step"):
         _loss(model, 0).backward()
-
-
-def test_a_dropped_step_leaves_no_amax() -> None:
-    model, plan, optimizer = _model(PrecisionConfig(kind="float8_delayed", emulate=True))
-    low = linear.LowPrecision(model, plan, optimizer, verify=False)
-    for skipped in (True, False):
-        with low.step(0, num_passes=1):
-            _loss(model, 0).backward()
-        low.undo(torch.tensor(skipped))
-        history = low.state()["amax_history/0"]
-        assert history.shape == (HISTORY, 3)
-        assert bool(history.any()) != skipped

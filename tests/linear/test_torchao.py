@@ -37,7 +37,6 @@ from lptune.numerics import E4M3, E5M2, INT8, Format, scale_from_amax
 from tests.helpers.torchao_peer import (
     DTYPES,
     UNIT,
-    Operands,
     assert_really_low,
     assert_within,
     dequantized_blocks,
@@ -147,32 +146,6 @@ def test_gw_hp_differs_by_the_tensorwise_weight_of_grad_input_alone(
     assert 0 < apart <= 1.05 * math.hypot(by_tensor, by_row) + 2 * UNIT[dtype]
 
 
-def test_the_peer_quantizes_a_float32_weight_as_it_is_and_ours_in_compute_dtype(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # x and g in bfloat16, the master weight in float32: what is gathered in compute dtype and what was
-    # quantized before the gather must give the same bits, so ours rounds the weight to bfloat16 first.
-    x, w, g = make_inputs(torch.bfloat16)
-    w32 = w.float() * 1.001  # no longer bfloat16 numbers
-    mixed, rounded = (x, w32, g), (x, w32.bfloat16(), g)
-    ours = run_ours(monkeypatch, mixed, kind="float8_tensorwise")
-    peer_mixed, peer_rounded = (
-        run_float8_peer(monkeypatch, each, Float8LinearConfig()) for each in (mixed, rounded)
-    )
-    assert not same_bits(peer_mixed.operands["output"].b_KN, ours.operands["output"].b_KN)
-    for gemm in ("output", "grad_input"):
-        assert same_bits(peer_rounded.operands[gemm].b_KN, ours.operands[gemm].b_KN)
-    # The cast rounds each weight by 2**-8 of it at most, and so the scale; a number moves by a cell at most.
-    scales = (peer_mixed.operands["output"].scale_b, ours.operands["output"].scale_b)
-    assert abs(float(scales[0] / scales[1]) - 1) <= UNIT[torch.bfloat16] * 1.01
-    a, b = (
-        o.b_KN.double() * s.double()
-        for o, s in zip((peer_mixed.operands["output"], ours.operands["output"]), scales, strict=True)
-    )
-    cell = E4M3.spacing((a / scales[0].double()).abs()) * scales[0].double()
-    assert ((a - b).abs() <= cell + 3 * UNIT[torch.bfloat16] * a.abs()).all()
-
-
 # ---- float8: scales
 
 
@@ -204,96 +177,6 @@ def test_the_float8_scale_of_every_bfloat16_amax_is_the_peers_above_its_eps(
     monkeypatch.setattr(ao_utils, "EPS", 0.0)
     ours_ends = amax.double() > fmt.max * 2.0**-126
     assert torch.equal(ours.inverse[ours_ends], _peer_scale(amax, fmt, power_of_two)[ours_ends])
-
-
-# What a magnitude of g does to the peer, whose scale stops at an amax of 1e-12: nothing; another scale with
-# the same noise, as long as the numbers stay normal ones; subnormals; nothing left of it.
-@pytest.mark.parametrize(
-    ("name", "fmt", "magnitude", "effect"),
-    [
-        ("tensorwise", E5M2, 1e-11, "equal"),
-        ("tensorwise", E5M2, 1e-16, "rescaled"),
-        ("tensorwise", E5M2, 2e-21, "subnormal"),
-        ("tensorwise", E5M2, 1e-22, "zero"),
-        ("rowwise", E4M3, 1e-11, "equal"),
-        ("rowwise", E4M3, 1e-16, "subnormal"),
-        ("rowwise", E4M3, 1e-18, "zero"),
-    ],
-)
-def test_the_float8_peers_eps_costs_it_small_gradients(
-    monkeypatch: pytest.MonkeyPatch, name: str, fmt: Format, magnitude: float, effect: str
-) -> None:
-    (config, precision), (x, w, g) = FLOAT8[name], make_inputs(torch.float32)
-    g = g / g.abs().max() * magnitude
-    ours = run_ours(monkeypatch, (x, w, g), **precision).operands["grad_input"]
-    peer = run_float8_peer(monkeypatch, (x, w, g), config).operands["grad_input"]
-    assert same_bits(peer.a_MK, ours.a_MK) == (effect == "equal")
-    assert same_bits(peer.b_KN, ours.b_KN)
-    # That one formula replaced, and nothing else differs.
-    monkeypatch.setattr(ao_utils, "EPS", 0.0)
-    without = run_float8_peer(monkeypatch, (x, w, g), config).operands["grad_input"]
-    assert same_bits(without.a_MK, ours.a_MK)
-
-    def error(operands: Operands) -> float:
-        return relative_error(operands.a_MK.double() * operands.scale_a.double(), g)
-
-    def noise(scale: Tensor | float) -> float:
-        """Of g quantized by `scale`, relative."""
-        step = fmt.spacing(g.double() / scale) * scale
-        return float(step.norm() / math.sqrt(12) / g.double().norm())
-
-    assert error(ours) == pytest.approx(noise(ours.scale_a.double()), rel=0.05)  # 7,680 roundings
-    if effect == "zero":  # below half of the smallest subnormal
-        assert error(peer) == 1
-    else:
-        assert error(peer) == pytest.approx(noise(peer.scale_a.double()), rel=0.05)
-        assert (error(peer) > 1.5 * error(ours)) == (effect == "subnormal")
-
-
-def test_just_above_a_power_of_two_the_peers_logarithm_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The largest power of two not above s is found by floor(log2(s)) in float32. For s a hair below 2**-k
-    # the logarithm rounds to -k, and the scale is twice ours: amax saturates, by that hair.
-    exponents = torch.arange(-38, 60)
-    exact = torch.ldexp(torch.full(exponents.shape, E4M3.max, dtype=torch.float64), exponents).float()
-    above, differs = exact, []
-    for _ in range(64):
-        ours, theirs = scale_from_amax(above, E4M3, True).inverse, _peer_scale(above, E4M3, True)
-        other = ours != theirs
-        assert torch.equal(theirs[other], 2 * ours[other])
-        # log2 is within one float32 step of |log2(s)|: half of it by rounding, half by its own error.
-        hair = above.double() * theirs.double() / E4M3.max - 1
-        step = 2.0 ** (torch.log2(exponents.abs().clamp(min=1).double()).floor() - 23)
-        assert (hair[other] <= math.log(2) * step[other] + 2.0**-24).all()
-        differs.append(int(other.sum()))
-        above = above.nextafter(torch.full_like(above, math.inf))
-    assert differs[0] == 0  # a power of two itself
-    assert differs[1] > 0
-    assert differs[-1] == 0
-    # bfloat16's and float16's neighbours of 448 * 2**k are 2**-8 and 2**-11 away: those never differ.
-
-    def exactly_down(scale: Tensor) -> Tensor:
-        mantissa_and_exponent = torch.frexp(scale)
-        return torch.ldexp(torch.ones_like(scale), mantissa_and_exponent.exponent - 1)
-
-    monkeypatch.setattr(ao_utils, "_round_scale_down_to_power_of_2", exactly_down)
-    above = exact
-    for _ in range(64):
-        # Left is the rounding of max / amax to 2**-k before any logarithm, which happens to no float32.
-        assert torch.equal(scale_from_amax(above, E4M3, True).inverse, _peer_scale(above, E4M3, True))
-        above = above.nextafter(torch.full_like(above, math.inf))
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_what_is_not_finite_comes_out_as_nan_on_both_sides(
-    monkeypatch: pytest.MonkeyPatch, name: str, bad: float
-) -> None:
-    (config, precision), inputs = FLOAT8[name], make_inputs(torch.float32)
-    inputs[0][5, 7] = bad
-    for run in (run_float8_peer(monkeypatch, inputs, config), run_ours(monkeypatch, inputs, **precision)):
-        nan = run.results["output"].isnan()
-        assert nan[5].all()
-        assert bool(nan[4].any()) == (name == "tensorwise")
 
 
 # ---- float8, blockwise
@@ -335,18 +218,6 @@ def test_blockwise_equals_the_peer(monkeypatch: pytest.MonkeyPatch, dtype: torch
             "grad_weight": noise(g, (128, 1), x, (128, 1)),
         },
     )
-
-
-def test_the_blockwise_peers_eps_is_the_only_formula_of_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("torchao.prototype.blockwise_fp8_training.kernels")
-    x, w, g = make_inputs(torch.float32, **BLOCKWISE_INPUTS)
-    inputs = (x, w, g * 1e-11)  # g has blocks of an amax near 2e-14
-    ours = run_ours(monkeypatch, inputs, kind="float8_blockwise").operands["grad_input"]
-    assert not same_bits(run_blockwise_peer(monkeypatch, inputs).operands["grad_input"].a_MK, ours.a_MK)
-    monkeypatch.setattr(kernels, "EPS", 0.0)
-    without = run_blockwise_peer(monkeypatch, inputs).operands["grad_input"]
-    assert same_bits(without.a_MK, ours.a_MK)
-    assert ((ours.scale_a.double() / without.scale_a.double() - 1).abs() <= 3.01 * 2.0**-24).all()
 
 
 # ---- INT8
@@ -400,68 +271,6 @@ def test_int8_rows_are_the_peers_but_for_the_formulas_named(dtype: torch.dtype) 
     assert torch.equal(scale[:, None], ours.scale_M1)
 
 
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_int8_the_scales_dtype_costs_its_rounding(dtype: torch.dtype) -> None:
-    x = _rows(dtype)
-    ours, theirs = OURS(x), OURS._replace(scale_in_input_dtype=True)(x)
-    ratio = theirs[1].double()[:-1] / ours[1].double()[:-1]
-    bound = torch.full_like(ratio, UNIT[dtype])
-    if dtype == torch.float16:  # half of its smallest step, where that is more
-        bound = bound.maximum(2.0**-25 / ours[1].double()[:-1])
-    if dtype == torch.float32:
-        assert torch.equal(theirs[1], ours[1])
-    else:
-        assert ((ratio - 1).abs() <= bound * (1 + 2.0**-20)).all()
-        assert (ratio != 1).any()
-    assert torch.equal(theirs[0], ours[0])  # the inverse is another formula
-    # The rounded scale in both roles: within half of one of its steps, amax too where 127 * (1 + 2**-8)
-    # still rounds to 127.
-    q, scale = OURS._replace(scale_in_input_dtype=True, inverse_of_the_scale=True)(x)
-    error = (q.double() * scale.double()[:, None] - x.double()).abs()
-    good = ratio > 1 / (1 + 2.0**-8)
-    assert (error[:-1][good] <= scale.double()[:-1, None][good] * (0.5 + 1e-4)).all()
-
-
-def test_int8_tiny_float16_is_lost_with_the_scale() -> None:
-    x = (randn(8, 64, torch.float32, 0) * 5e-7).half()
-    q, scale = quantize_int8_rowwise(x)
-    assert (scale == 0).all()  # amax / 127 is below half of float16's smallest number
-    assert (q.float() * scale[:, None].float() == 0).all()
-    assert sqnr_db(numerics.dequantize(numerics.quantize_rows(x)), x) > 35
-
-
-@pytest.mark.parametrize("dtype", ALL_DTYPES)
-def test_int8_the_scales_reciprocal_flips_only_ties(dtype: torch.dtype) -> None:
-    x = _rows(dtype).float()  # float32: the scale's dtype makes no difference
-    ties = torch.arange(126) + 0.5
-    x[:, 1:127] = (x.double().abs().amax(1, keepdim=True) / 127 * ties).float()  # as near as float32 has them
-    ours, theirs = OURS(x)[0], OURS._replace(inverse_of_the_scale=True, eps=2.0**-126)(x)[0]
-    quotient = torch.where(x == 0, 0.0, x.double() * 127 / x.double().abs().amax(1, keepdim=True))
-    from_tie = ((quotient - quotient.floor()) - 0.5).abs()
-    # fl(1 / fl(amax / 127)) against fl(127 / amax): 3 roundings, and one of each product.
-    assert (ours != theirs).any()
-    assert (from_tie[ours != theirs] <= 127 * 5 * 2.0**-24).all()
-    assert int((ours.int() - theirs.int()).abs().max()) <= 1
-
-
-def test_int8_eps_touches_rows_below_it_alone() -> None:
-    x = randn(200, 64, torch.float32, 0)
-    x = (
-        x / x.abs().amax(1, keepdim=True) * 127 * torch.logspace(-16, -8, 200)[:, None]
-    )  # scales 1e-16 to 1e-8
-    with_eps, without = (OURS._replace(inverse_of_the_scale=True, eps=eps)(x)[0] for eps in (EPS, 0.0))
-    below = (x.double().abs().amax(1) / 127).float() < EPS
-    assert below.any()
-    assert torch.equal(with_eps[~below], without[~below])
-    # There q is x / eps and not x / scale: smaller by scale / eps, zero in the end, while the scale stays.
-    assert torch.equal(with_eps[below].double(), (x[below] * (1 / torch.tensor(EPS))).round().double())
-    assert (with_eps[x.abs().amax(1) < EPS / 2] == 0).all()
-    # The row's error as a fraction of it: 1 - scale / eps, up to half a step of rounding.
-    scale = x[below].double().abs().amax(1) / 127
-    values = with_eps[below].double() * scale[:, None]
-    assert ((values - x[below].double() * scale[:, None] / EPS).abs() <= scale[:, None] * (0.5 + 1e-4)).all()
-
-
 NO_CPU_GEMM = pytest.mark.skipif(has_triton(), reason="beside a GPU torchao has an INT8 GEMM for CUDA only")
 
 
@@ -508,30 +317,6 @@ def test_int8_equals_ours_with_the_named_formulas_replaced(
             assert_within(ours.results[gemm], peer.results[gemm], difference, dtype)
         else:
             assert torch.equal(ours.results[gemm], peer.results[gemm]), gemm
-
-
-@NO_CPU_GEMM
-@every_dtype
-def test_int8_as_it_is_differs_by_less_than_the_noise_of_both(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    inputs = make_inputs(dtype)
-    ours = run_ours(monkeypatch, inputs, kind="int8_rowcol", grad_input="column")
-    peer = run_int8_peer(monkeypatch, inputs)
-    for gemm, mine in ours.operands.items():
-        theirs = peer.operands[gemm]
-        for q, q_peer, scale, scale_peer in (
-            (mine[0], theirs[0], mine[2], theirs[2]),
-            (mine[1], theirs[1], mine[3], theirs[3]),
-        ):
-            if dtype == torch.float32:
-                assert torch.equal(scale, scale_peer)
-                # Flipped ties: 127 * 5 * 2**-24 to either side of one is 1 in 13,000 values.
-                assert int((q != q_peer).sum()) <= q.numel() / 1000
-            else:
-                assert ((scale_peer.double() / scale.double() - 1).abs() <= UNIT[dtype] * 1.01).all()
-                # 127 * 2**-8 is half a step: a number moves by one at most.
-                assert int((q.int() - q_peer.int()).abs().max()) <= 1
 
 
 @NO_CPU_GEMM

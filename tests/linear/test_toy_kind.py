@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lptune import checkpoint, distributed, linear, models
-from lptune.base.errors import UserError
 from lptune.cli import recipe
 from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionConfig, load_config
 from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_mm
@@ -26,7 +25,6 @@ from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
-from tests.linear import test_kinds
 from tests.proofs import noise
 from tests.recipes.conftest import losses
 
@@ -152,12 +150,6 @@ def test_the_plan_describes_it_and_the_first_step_is_verified() -> None:
             model(x).sum().backward()
 
 
-def test_it_passes_the_checks_of_the_kinds_that_are_shipped() -> None:
-    with toy():
-        test_kinds.test_it_says_what_it_needs_of_a_device(KINDS[NAME])
-        test_kinds.test_the_plan_says_the_formats_of_what_is_low_and_high_of_the_rest(KINDS[NAME])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_its_gemms_are_off_by_what_it_predicts(dtype: torch.dtype) -> None:
     with toy():
@@ -177,20 +169,6 @@ def test_its_gemms_are_off_by_what_it_predicts(dtype: torch.dtype) -> None:
             error = noise.relative_error(ours, truth[gemm])
             assert predicted[gemm].least <= error <= predicted[gemm].bound, (gemm, error)
             assert predicted[gemm].least > 0.3  # ternary
-
-
-def test_what_its_keys_do_not_allow_is_refused_with_what_they_do() -> None:
-    with toy():
-        with pytest.raises(UserError, match=rf"grad_weight.*low, high .*{NAME}"):
-            PrecisionConfig(kind=NAME, grad_weight="column")
-        with pytest.raises(UserError, match=f"stochastic_rounding: not possible with precision.kind: {NAME}"):
-            PrecisionConfig(kind=NAME, stochastic_rounding=True)
-        with pytest.raises(
-            UserError, match=f"tp_all_gather: low is not possible with precision.kind: {NAME}"
-        ):
-            PrecisionConfig(kind=NAME, tp_all_gather="low")
-    with pytest.raises(UserError, match=NAME):
-        PrecisionConfig(kind=NAME)
 
 
 def test_a_dry_run_plans_it_and_counts_its_gathers(tmp_path: Path) -> None:

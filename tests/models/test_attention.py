@@ -68,19 +68,12 @@ def _check(backend: str, window: int | None, softcap: float | None, is_packed: b
         torch.testing.assert_close(grad, truth, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize(("backend", "softcap"), [("sdpa", None), ("documents", None), ("explicit", 2.0)])
 @pytest.mark.parametrize(("window", "is_packed"), CASES)
-def test_sdpa_computes_the_formula(window: int | None, is_packed: bool) -> None:
-    _check("sdpa", window, None, is_packed)
-
-
-@pytest.mark.parametrize(("window", "is_packed"), CASES)
-def test_documents_computes_the_formula(window: int | None, is_packed: bool) -> None:
-    _check("documents", window, None, is_packed)
-
-
-@pytest.mark.parametrize(("window", "is_packed"), CASES)
-def test_explicit_computes_the_formula_with_a_cap(window: int | None, is_packed: bool) -> None:
-    _check("explicit", window, 2.0, is_packed)
+def test_a_backend_computes_the_formula(
+    window: int | None, is_packed: bool, backend: str, softcap: float | None
+) -> None:
+    _check(backend, window, softcap, is_packed)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -262,22 +255,6 @@ def test_on_a_cpu_rows_of_one_document_and_small_float32_rows_keep_sdpa() -> Non
     assert chosen(torch.bfloat16, one_document_per_row=True) == "sdpa"
     assert [chosen(torch.float32, seq_len=length) for length in (511, 512)] == ["sdpa", "documents"]
     assert chosen(torch.bfloat16, seq_len=16) == "documents"
-
-
-def test_one_mask_is_made_per_window_and_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    make = attention.visibility_mask
-
-    def counted(
-        documents: DocumentBounds | None, seq_len: int, window: int | None, device: torch.device
-    ) -> Tensor:
-        made.append(window)
-        return make(documents, seq_len, window, device)
-
-    monkeypatch.setattr(attention, "visibility_mask", counted)
-    ours, _ = twins(CHECKPOINTS["gemma3-tiny"])  # three layers, two windows
-    ours(random_tokens(4, SEQ_LEN), packed(LENGTHS))
-    assert sorted(made, key=str) == [16, None]
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

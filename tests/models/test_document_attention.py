@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune.distributed import checkpoint_activations
 from lptune.models import attention
-from lptune.models.attention import choose_backend
 from lptune.models.decoder import Decoder
 from lptune.models.document_attention import _FLOAT32_BACKWARD_TOKENS, attend_documents
 from lptune.plan import memory
@@ -85,16 +84,6 @@ def test_a_document_gives_the_same_bits_alone_and_in_any_row(dtype: torch.dtype,
         alone = _run(tuple(each[:, start:stop] for each in tensors), [0, stop - start], window)
         for ours, theirs in zip(alone, together, strict=True):
             assert torch.equal(ours, theirs[:, start:stop])
-
-
-def test_tensors_of_a_fused_projection_and_an_expanded_gradient_are_taken_as_they_are() -> None:
-    q, k, v, _ = _tensors(500, torch.float32)
-    fused = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], dim=-1)
-    parts = [part.unflatten(-1, (-1, 32)) for part in fused.split([128, 64, 64], dim=-1)]
-    grad = torch.ones(()).expand(q.shape)
-    ours = _run((*parts, grad), OFFSETS, None)
-    for each, expected in zip(ours, _run((q, k, v, grad.contiguous()), OFFSETS, None), strict=True):
-        assert torch.equal(each, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -208,14 +197,3 @@ def test_a_dry_run_counts_the_bytes_of_a_real_run() -> None:
     assert taken[0] == taken[1]
     size = 2 * 64 * 16 * 2  # bytes of one head
     assert taken[1]["forward"].total() == (4 + 2 + 2 + 4) * size + 2 * 64 * 4 * 4 + 12
-
-
-def test_a_model_takes_the_backend_by_itself() -> None:
-    ours, _ = twins(CHECKPOINTS["llama3_2-tiny"])
-    assert choose_backend(ours.config, torch.device("cpu"), torch.bfloat16) == "documents"
-    with _Calls() as calls, torch.no_grad():
-        ours.bfloat16()(random_tokens(2, SEQ_LEN), packed(LENGTHS))
-        assert calls.names.count("lptune::document_attention") == len(ours.model.layers)
-        calls.names.clear()
-        ours(random_tokens(2, SEQ_LEN))  # one document per row
-        assert "lptune::document_attention" not in calls.names

@@ -139,14 +139,6 @@ def test_the_gradient_of_the_head_is_nearer_to_float64_and_no_gradient_is_farthe
     assert weight < 0.8 * other_weight
 
 
-def test_a_power_of_two_between_expected_and_real_gradient_changes_no_bit() -> None:
-    case = Case()
-    for found, expected in zip(
-        case.gradients(expected_gradient=FACTOR), case.gradients(expected_gradient=FACTOR / 64), strict=True
-    ):
-        assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("expected", [0.0, float("nan"), float("inf")])
 def test_an_expected_gradient_that_cannot_be_divided_by_is_refused(expected: float) -> None:
     with pytest.raises(ValueError, match="finite and not 0"):
@@ -175,23 +167,6 @@ def test_a_frozen_part_gets_no_gradient_and_the_other_its_own(frozen: str) -> No
     found = case.hidden_TH.grad, case.head.weight.grad
     for gradient, other, is_frozen in zip(found, expected, (frozen != "head", frozen == "head"), strict=True):
         assert gradient is None if is_frozen else torch.equal(gradient, other)
-
-
-def test_without_grad_mode_no_gradient_is_computed() -> None:
-    case = Case()
-    with torch.no_grad(), _Gemms() as counter:
-        loss = case.loss()
-    assert counter.count == pytest.approx(1)
-    assert torch.equal(loss, case.loss())
-
-
-def test_gradients_of_micro_batches_add_up() -> None:
-    case = Case()
-    once = case.gradients(expected_gradient=FACTOR)
-    for _ in range(2):
-        (case.loss(expected_gradient=FACTOR) * FACTOR).backward()
-    for leaf, gradient in zip(case.leaves(), once, strict=True):
-        assert torch.equal(leaf.grad, 2 * gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -223,14 +198,6 @@ def test_a_trained_tensor_of_the_objective_gets_its_gradient_from_recomputed_chu
     assert scale.item() == pytest.approx(loss.item(), rel=1e-5)
     for each, expected in zip(found, case.gradients(1.0, parameters=None), strict=True):
         assert (each - expected).norm() <= 1e-6 * expected.norm()
-
-
-def test_a_hook_on_the_weight_sees_one_gradient() -> None:
-    case = Case(torch.float32)
-    expected = case.gradients()
-    case.head.weight.register_hook(lambda g: g / 2)
-    found = case.gradients()
-    torch.testing.assert_close(found[1], expected[1] / 2, rtol=1e-5, atol=1e-7)
 
 
 class _Inherits(SummedCrossEntropy):

@@ -176,17 +176,6 @@ def test_zeros_an_outlier_nan_and_inf_stay_within_their_own_block(
 
 @every_shape
 @every_format
-def test_tiny_float16_keeps_the_precision_of_the_format(fmt: Format, shape: str) -> None:
-    # float16's smallest normal number is 6.1e-5; its smallest subnormal is 6e-8, below any scale of 1e-6.
-    quantize, block_of = SHAPES[shape]
-    x = (_randn(16, 24) * 1e-6).half()
-    q, scale = quantize(x, fmt)
-    _assert_within_half_a_step(q, _expanded(scale, block_of(16, 24), x), x, fmt)
-    assert (scale > 0).all()
-
-
-@every_shape
-@every_format
 def test_strides_do_not_matter(fmt: Format, shape: str) -> None:
     quantize, _ = SHAPES[shape]
     wide = _randn(40, 48)
@@ -194,6 +183,29 @@ def test_strides_do_not_matter(fmt: Format, shape: str) -> None:
         assert not x.is_contiguous()
         for a, b in zip(quantize(x, fmt), quantize(x.contiguous(), fmt), strict=True):
             assert torch.equal(a.double(), b.double())
+
+
+@pytest.mark.parametrize("shape", ["rows", "columns", "tensor"])
+def test_compiled_quantization_equals_eager_bitwise(shape: str) -> None:
+    quantize, _ = SHAPES[shape]
+    x = _randn(48, 80, torch.bfloat16)
+    for a, b in zip(torch.compile(quantize, dynamic=False)(x, INT8), quantize(x, INT8), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_shape
+@every_format
+def test_small_gradients_keep_the_bits_of_large_ones_down_to_the_smallest_scale(
+    fmt: Format, shape: str
+) -> None:
+    quantize, block_of = SHAPES[shape]
+    x = _randn(16, 24)
+    for magnitude in (2.0**-60, 2.0**-100):  # a power of two changes no quotient
+        assert torch.equal(quantize(x * magnitude, fmt)[0].double(), quantize(x, fmt)[0].double())
+    tiny = x * 2.0**-130  # below the smallest scale, half of it
+    q, scale = quantize(tiny, fmt)
+    assert (scale == 2.0**-126).all()
+    _assert_within_half_a_step(q, _expanded(scale, block_of(16, 24), tiny), tiny, fmt)
 
 
 @pytest.mark.parametrize("size", [(0, 8), (8, 0), (0, 0)])

@@ -183,11 +183,8 @@ def _copied_bytes(kind: str) -> int:
     total = 0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            is_low = isinstance(module, linear.LowPrecisionLinear)
-            if kind == "mxfp8" and is_low:  # twice, with a scale of a byte for 32 values
-                total += 2 * (parameter.numel() + parameter.numel() // 32)
-            else:
-                total += parameter.numel() + 4 * len(parameter) if is_low else 2 * parameter.numel()
+            is_low = isinstance(module, linear.LowPrecisionLinear) and module.spec.gathers_low
+            total += parameter.numel() + 4 * len(parameter) if is_low else 2 * parameter.numel()
     return total
 
 

@@ -43,27 +43,14 @@ def quantize_rows(
     out: q and scale to write to; their rows may be any distance apart. A scale may have several columns: the
     first is the scale, the others become 0.
     """
-    library = load()
-    assert library is not None
     x, element = _rounded(x_MK, rounded_to)
-    multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
     q, scale = out or _outputs(x, (x.shape[0], 1))
-    assert multiplier is None or not rotated
-    multipliers = () if rotated else (ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),)
-    run = library.lptune_quantize_rotated_rows if rotated else library.lptune_quantize_rows
-    run(
-        ctypes.c_void_p(x.data_ptr()),
-        element,
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        *multipliers,
-        ctypes.c_void_p(q.data_ptr()),
-        ctypes.c_int64(q.stride(0)),
-        ctypes.c_void_p(scale.data_ptr()),
-        ctypes.c_int64(scale.stride(0)),
-        ctypes.c_int64(scale.shape[1]),
-        torch.get_num_threads(),
-    )
+    results = (q, q.stride(0), scale, scale.stride(0), scale.shape[1])
+    if rotated:
+        assert multiplier_1K is None
+        _run("quantize_rotated_rows", x, element, *x.shape, *results)
+    else:
+        _run("quantize_rows", x, element, *x.shape, _contiguous(multiplier_1K), *results)
     return q, scale
 
 
@@ -71,24 +58,16 @@ def quantize_columns(x_MK: Tensor, multiplier_M1: Tensor | None) -> _Result:
     """INT8 columns of `x * multiplier`: q (M, K) row by row, scale (1, K)."""
     x = _prepare(x_MK)
     q, scale = _outputs(x, (1, x.shape[1]))
-    _call(x, None, None, multiplier_M1, (q, scale))
+    rows = (None, None, None)
+    _run("quantize", x, _is_bfloat16(x), *x.shape, *rows, _contiguous(multiplier_M1), q, scale)
     return q, scale
 
 
 def rotate_rows(x_MK: Tensor, dtype: torch.dtype) -> Tensor:
     """`numerics.rotate(x)`, rounded once to `dtype`."""
-    library, x = load(), _prepare(x_MK)
-    assert library is not None
+    x = _prepare(x_MK)
     out = torch.empty(x.shape, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    library.lptune_rotate_rows(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(out.data_ptr()),
-        int(out.dtype == torch.bfloat16),
-        torch.get_num_threads(),
-    )
+    _run("rotate_rows", x, _is_bfloat16(x), *x.shape, out, _is_bfloat16(out))
     return out.to(dtype)
 
 
@@ -98,7 +77,7 @@ def quantize_rows_and_columns(
     """INT8 rows of `x * multiplier`, and INT8 columns of `x`."""
     x = _prepare(x_MK)
     rows, columns = _outputs(x, (x.shape[0], 1)), _outputs(x, (1, x.shape[1]))
-    _call(x, multiplier_1K, rows, None, columns)
+    _run("quantize", x, _is_bfloat16(x), *x.shape, _contiguous(multiplier_1K), *rows, None, *columns)
     return *rows, *columns
 
 
@@ -110,21 +89,10 @@ def quantize_tensor(
 
     scale, (1, 1), is NaN if x is not finite. amax, (), is that of x; with `past`, q comes from the same pass.
     """
-    library, x = load(), _prepare(x_MK)
-    assert library is not None
+    x = _prepare(x_MK)
     (q, scale), amax = _outputs(x, (1, 1), fmt), torch.empty(())
-    library.lptune_quantize_tensor(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        _FORMATS[fmt],
-        ctypes.c_int64(x.numel()),
-        ctypes.c_void_p(None if past is None else past.data_ptr()),
-        int(power_of_two),
-        ctypes.c_void_p(q.data_ptr()),
-        ctypes.c_void_p(scale.data_ptr()),
-        ctypes.c_void_p(amax.data_ptr()),
-        torch.get_num_threads(),
-    )
+    how = (_is_bfloat16(x), _FORMATS[fmt], x.numel(), past, power_of_two)
+    _run("quantize_tensor", x, *how, q, scale, amax)
     return q, scale, amax
 
 
@@ -138,46 +106,20 @@ def quantize_by_amax(
     rounded_to: torch.dtype | None,
 ) -> _Result:
     """(q, scale) as `kernels.quantize_by_amax`: reads x once."""
-    library, (x, element), amax = load(), _rounded(x_MK, rounded_to), amax.contiguous()
-    assert library is not None
-    q = torch.empty(x.shape, dtype=FORMATS[fmt].dtype)
-    scale = torch.empty(amax.shape, dtype=torch.float32)
+    x, element = _rounded(x_MK, rounded_to)
+    q, scale = _outputs(x, amax.shape, fmt)
     if block is None:  # one block that holds all of x
         block, first_row = max(*x.shape, 1), 0
-    library.lptune_quantize_by_amax(
-        ctypes.c_void_p(x.data_ptr()),
-        element,
-        _FORMATS[fmt],
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(amax.data_ptr()),
-        ctypes.c_int64(amax.numel()),
-        ctypes.c_int64(amax.shape[1]),
-        ctypes.c_int64(block),
-        ctypes.c_int64(first_row),
-        int(power_of_two),
-        ctypes.c_void_p(q.data_ptr()),
-        ctypes.c_void_p(scale.data_ptr()),
-        torch.get_num_threads(),
-    )
+    amaxes = (amax.contiguous(), amax.numel(), amax.shape[1], block, first_row)
+    _run("quantize_by_amax", x, element, _FORMATS[fmt], *x.shape, *amaxes, power_of_two, q, scale)
     return q, scale
 
 
 def block_amaxes(x_MK: Tensor, block: int, above: int) -> Tensor:
     """The amaxes of blocks as `kernels.block_amaxes`: reads x once."""
-    library, x = load(), _prepare(x_MK)
-    assert library is not None
+    x = _prepare(x_MK)
     amax = torch.empty(-(-(above + x.shape[0]) // block), -(-x.shape[1] // block))
-    library.lptune_block_amaxes(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_int64(block),
-        ctypes.c_int64(above),
-        ctypes.c_void_p(amax.data_ptr()),
-        torch.get_num_threads(),
-    )
+    _run("block_amaxes", x, _is_bfloat16(x), *x.shape, block, above, amax)
     return amax
 
 
@@ -193,26 +135,13 @@ def quantize_rows_stochastic(
 
     before: q and scale that are the results where `found_inf`, float32 with one element, is 1.
     """
-    library, x = load(), _prepare(x_MK)
-    assert library is not None
-    multiplier = None if multiplier_1K is None else multiplier_1K.contiguous()
+    x = _prepare(x_MK)
     q, scale = _outputs(x, (x.shape[0], 1))
-    # The contiguous copies live until the call is over.
-    kept = [each.contiguous() for each in before] if before is not None and found_inf is not None else None
-    library.lptune_quantize_rows_stochastic(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(None if multiplier is None else multiplier.data_ptr()),
-        ctypes.c_uint64(key),
-        ctypes.c_int64(first),
-        ctypes.c_void_p(None if kept is None or found_inf is None else found_inf.data_ptr()),
-        *(ctypes.c_void_p(None if kept is None else kept[i].data_ptr()) for i in range(2)),
-        ctypes.c_void_p(q.data_ptr()),
-        ctypes.c_void_p(scale.data_ptr()),
-        torch.get_num_threads(),
-    )
+    kept: tuple[Tensor | None, ...] = (None, None, None)
+    if before is not None and found_inf is not None:
+        kept = (found_inf, *(each.contiguous() for each in before))
+    how = (_contiguous(multiplier_1K), key, first, *kept)
+    _run("quantize_rows_stochastic", x, _is_bfloat16(x), *x.shape, *how, q, scale)
     return q, scale
 
 
@@ -220,23 +149,10 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
     """`numerics.stochastic_round_to(x * inverse)` to INT8, (M, K), by the bits of `key` for the elements with
     index `first` and higher. inverse: float32, (M, 1), (1, K) or (1, 1).
     """
-    library, x, inverse = load(), _prepare(x_MK), inverse.contiguous()
-    assert library is not None
+    x, inverse = _prepare(x_MK), inverse.contiguous()
     q = torch.empty(x.shape, dtype=torch.int8)
-    by_column = inverse.shape[1] > 1
-    library.lptune_round_stochastically(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        ctypes.c_void_p(inverse.data_ptr()),
-        int(inverse.shape[0] > 1),
-        ctypes.c_void_p(inverse.data_ptr() if by_column else None),
-        ctypes.c_uint64(key),
-        ctypes.c_int64(first),
-        ctypes.c_void_p(q.data_ptr()),
-        torch.get_num_threads(),
-    )
+    inverses = (inverse, inverse.shape[0] > 1, inverse if inverse.shape[1] > 1 else None)
+    _run("round_stochastically", x, _is_bfloat16(x), *x.shape, *inverses, key, first, q)
     return q
 
 
@@ -262,64 +178,44 @@ def int8_mm(
     a_MK, b_KN: int8; fast if one of their dimensions is contiguous. Scales: float32, (M, 1) and (1, N), or
     (1, 1), or None for 1. Call it if there is an `instruction_set`. Raises MemoryError.
     """
-    library = load()
-    assert library is not None
     (m, k), n = a_MK.shape, b_KN.shape[1]
-    direct = out_dtype in (torch.bfloat16, torch.float32)
-    out = torch.empty(m, n, dtype=out_dtype if direct else torch.float32)
     if not k:
         return apply_scales(torch.zeros(m, n, dtype=torch.int32), scale_a_M1, scale_b_1N, out_dtype)
+    out = _product(m, n, out_dtype)
     if m and n:
         a, b = (x if 1 in x.stride() else x.contiguous() for x in (a_MK, b_KN))
-        scales = _scales(scale_a_M1, scale_b_1N)
-        failed = library.lptune_int8_mm(
-            *_operand(a, along=1),
-            *_operand(b, along=0),
-            *(ctypes.c_int64(size) for size in (m, k, n)),
-            *(argument for s in scales for argument in (ctypes.c_void_p(s.data_ptr()), int(s.numel() > 1))),
-            ctypes.c_void_p(out.data_ptr()),
-            int(out.dtype == torch.bfloat16),
-            torch.get_num_threads(),
-        )
-        if failed:
+        operands = (*_operand(a, along=1), *_operand(b, along=0), m, k, n)
+        scales = (*_scale(scale_a_M1), *_scale(scale_b_1N))
+        if _run("int8_mm", *operands, *scales, out, _is_bfloat16(out)):
             raise MemoryError(f"no memory to pack the operands of an INT8 GEMM of {m} x {k} x {n}")
     return out.to(out_dtype)
-
-
-def _operand(x: Tensor, along: int) -> tuple[ctypes.c_void_p, ctypes.c_int64, int]:
-    """Pointer, stride, and whether x is contiguous along dimension `along`, and not along the other one."""
-    contiguous = x.stride(along) == 1
-    stride = x.stride(1 - along if contiguous else along)
-    return ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(stride), contiguous
-
-
-def _scales(scale_a: Tensor | None, scale_b: Tensor | None) -> list[Tensor]:
-    return [torch.ones(1) if s is None else s.contiguous() for s in (scale_a, scale_b)]
 
 
 def apply_scales(
     acc_MN: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """`(acc.float() * scale_a * scale_b).to(out_dtype)`. acc: int32; scales: float32."""
-    library = load()
-    assert library is not None
-    acc, (m, n) = acc_MN.contiguous(), acc_MN.shape
-    a, b = _scales(scale_a, scale_b)
-    direct = out_dtype in (torch.bfloat16, torch.float32)
-    out = torch.empty(m, n, dtype=out_dtype if direct else torch.float32)
-    library.lptune_apply_scales(
-        ctypes.c_void_p(acc.data_ptr()),
-        ctypes.c_int64(m),
-        ctypes.c_int64(n),
-        ctypes.c_void_p(a.data_ptr()),
-        int(a.numel() > 1),
-        ctypes.c_void_p(b.data_ptr()),
-        int(b.numel() > 1),
-        ctypes.c_void_p(out.data_ptr()),
-        int(out.dtype == torch.bfloat16),
-        torch.get_num_threads(),
-    )
+    m, n = acc_MN.shape
+    out, scales = _product(m, n, out_dtype), (*_scale(scale_a), *_scale(scale_b))
+    _run("apply_scales", acc_MN.contiguous(), m, n, *scales, out, _is_bfloat16(out))
     return out.to(out_dtype)
+
+
+def _operand(x: Tensor, along: int) -> tuple[Tensor, int, bool]:
+    """x, its stride, and whether it is contiguous along dimension `along`, and not along the other one."""
+    contiguous = x.stride(along) == 1
+    return x, x.stride(1 - along if contiguous else along), contiguous
+
+
+def _scale(scale: Tensor | None) -> tuple[Tensor, bool]:
+    """The scales of an operand, and whether there are several."""
+    scale = torch.ones(1) if scale is None else scale.contiguous()
+    return scale, scale.numel() > 1
+
+
+def _product(m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """What the C++ writes for a result of `dtype`."""
+    return torch.empty(m, n, dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
 
 
 def _prepare(x: Tensor) -> Tensor:
@@ -332,36 +228,32 @@ def _rounded(x: Tensor, rounded_to: torch.dtype | None) -> tuple[Tensor, int]:
     # Of the conversions that round, C++ has that of masters to the usual compute dtype.
     rounds = (x.dtype, rounded_to) == (torch.float32, torch.bfloat16)
     x = _prepare(x if rounds or rounded_to is None else x.to(rounded_to))
-    return x, _ROUNDED_TO_BFLOAT16 if rounds else int(x.dtype == torch.bfloat16)
+    return x, _ROUNDED_TO_BFLOAT16 if rounds else _is_bfloat16(x)
 
 
-def _outputs(x: Tensor, scale_shape: tuple[int, int], fmt: str = "int8") -> _Result:
+def _is_bfloat16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def _outputs(x: Tensor, scale_shape: tuple[int, ...], fmt: str = "int8") -> _Result:
     return torch.empty(x.shape, dtype=FORMATS[fmt].dtype), torch.empty(scale_shape, dtype=torch.float32)
 
 
-def _call(
-    x: Tensor,
-    row_multiplier: Tensor | None,
-    rows: _Result | None,
-    column_multiplier: Tensor | None,
-    columns: _Result | None,
-) -> None:
+def _run(name: str, *arguments: Tensor | int | None) -> int:
+    """Calls `lptune_NAME`, which takes tensors by their address (None: a null pointer), all numbers as
+    int64_t, and at last the number of threads. Returns what it returns.
+    """
     library = load()
     assert library is not None
-
-    # The contiguous copies live until the call is over.
-    multipliers = [m if m is None else m.contiguous() for m in (row_multiplier, column_multiplier)]
-    pointers = [m if m is None else m.data_ptr() for m in multipliers]
-    q_rows, scale_rows = (t.data_ptr() for t in rows) if rows else (None, None)
-    q_columns, scale_columns = (t.data_ptr() for t in columns) if columns else (None, None)
-    library.lptune_quantize(
-        ctypes.c_void_p(x.data_ptr()),
-        int(x.dtype == torch.bfloat16),
-        ctypes.c_int64(x.shape[0]),
-        ctypes.c_int64(x.shape[1]),
-        *(
-            ctypes.c_void_p(p)
-            for p in (pointers[0], q_rows, scale_rows, pointers[1], q_columns, scale_columns)
-        ),
-        torch.get_num_threads(),
-    )
+    given: list[ctypes.c_void_p | ctypes.c_int64] = []
+    for each in arguments:
+        if isinstance(each, int):
+            given.append(ctypes.c_int64(each))
+        else:
+            given.append(ctypes.c_void_p(None if each is None else each.data_ptr()))
+    result: int = getattr(library, f"lptune_{name}")(*given, ctypes.c_int64(torch.get_num_threads()))
+    return result

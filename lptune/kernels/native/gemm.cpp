@@ -40,9 +40,10 @@ extern "C" const char* lptune_instruction_set() {
 // a: (m, k), b: (k, n). contiguous: along k; otherwise a is contiguous along m, b along n. by_row, by_column: whether
 // there is a scale for each row of a, for each column of b; otherwise there is one scale.
 // Returns 0, or 1 if memory could not be allocated.
-extern "C" int lptune_int8_mm(const int8_t* a, int64_t stride_a, int contiguous_a, const int8_t* b, int64_t stride_b,
-                              int contiguous_b, int64_t m, int64_t k, int64_t n, const float* scale_a, int by_row,
-                              const float* scale_b, int by_column, void* data, int is_bfloat16, int num_threads) {
+extern "C" int lptune_int8_mm(const int8_t* a, int64_t stride_a, int64_t contiguous_a, const int8_t* b,
+                              int64_t stride_b, int64_t contiguous_b, int64_t m, int64_t k, int64_t n,
+                              const float* scale_a, int64_t by_row, const float* scale_b, int64_t by_column,
+                              void* data, int64_t is_bfloat16, int64_t num_threads) {
     const Vectors rows{a, m, k, stride_a, contiguous_a != 0}, columns{b, n, k, stride_b, contiguous_b != 0};
     const Scales row_scales{scale_a, by_row}, column_scales{scale_b, by_column};
     const Output out{data, m, n, false};

@@ -197,17 +197,17 @@ inline uint16_t to_bfloat16(float f) {
 
 extern "C" {
 
-void lptune_quantize(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* row_multiplier,
+void lptune_quantize(const void* x, int64_t is_bfloat16, int64_t m, int64_t k, const float* row_multiplier,
                      int8_t* q_rows, float* scale_rows, const float* column_multiplier, int8_t* q_columns,
-                     float* scale_columns, int num_threads) {
+                     float* scale_columns, int64_t num_threads) {
     (is_bfloat16 ? quantize<BFloat16> : quantize<Float32>)(
         x, m, k, row_multiplier, q_rows, scale_rows, column_multiplier, q_columns, scale_columns, num_threads);
 }
 
 // element: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16.
-void lptune_quantize_rows(const void* x, int element, int64_t m, int64_t k, const float* multiplier, int8_t* q,
+void lptune_quantize_rows(const void* x, int64_t element, int64_t m, int64_t k, const float* multiplier, int8_t* q,
                           int64_t q_stride, float* scale, int64_t scale_stride, int64_t scale_width,
-                          int num_threads) {
+                          int64_t num_threads) {
     const auto run = element == 0   ? quantize_rows<Float32>
                      : element == 1 ? quantize_rows<BFloat16>
                                     : quantize_rows<RoundedToBFloat16>;
@@ -216,17 +216,17 @@ void lptune_quantize_rows(const void* x, int element, int64_t m, int64_t k, cons
 
 // element: 0 float32, 1 bfloat16, 2 float32 that is rounded to bfloat16. format: 0 INT8, 1 e4m3, 2 e5m2. past: an
 // amax, or null.
-void lptune_quantize_tensor(const void* x, int element, int format, int64_t size, const float* past,
-                            int power_of_two, int8_t* q, float* scale, float* amax, int num_threads) {
+void lptune_quantize_tensor(const void* x, int64_t element, int64_t format, int64_t size, const float* past,
+                            int64_t power_of_two, int8_t* q, float* scale, float* amax, int64_t num_threads) {
     constexpr decltype(&quantize_tensor<Float32, Int8>) run[2][3] = {
         {quantize_tensor<Float32, Int8>, quantize_tensor<Float32, E4M3>, quantize_tensor<Float32, E5M2>},
         {quantize_tensor<BFloat16, Int8>, quantize_tensor<BFloat16, E4M3>, quantize_tensor<BFloat16, E5M2>}};
     run[element][format](x, size, past ? *past : 0.0f, power_of_two, q, scale, amax, num_threads);
 }
 
-void lptune_quantize_by_amax(const void* x, int element, int format, int64_t m, int64_t k, const float* amax,
+void lptune_quantize_by_amax(const void* x, int64_t element, int64_t format, int64_t m, int64_t k, const float* amax,
                              int64_t num_amaxes, int64_t columns, int64_t block, int64_t first_row,
-                             int power_of_two, int8_t* q, float* scale, int num_threads) {
+                             int64_t power_of_two, int8_t* q, float* scale, int64_t num_threads) {
     constexpr decltype(&quantize_by_amax<Float32, Int8>) run[3][3] = {
         {quantize_by_amax<Float32, Int8>, quantize_by_amax<Float32, E4M3>, quantize_by_amax<Float32, E5M2>},
         {quantize_by_amax<BFloat16, Int8>, quantize_by_amax<BFloat16, E4M3>, quantize_by_amax<BFloat16, E5M2>},
@@ -236,15 +236,15 @@ void lptune_quantize_by_amax(const void* x, int element, int format, int64_t m, 
                          num_threads);
 }
 
-void lptune_block_amaxes(const void* x, int is_bfloat16, int64_t m, int64_t k, int64_t block, int64_t above,
-                         float* amax, int num_threads) {
+void lptune_block_amaxes(const void* x, int64_t is_bfloat16, int64_t m, int64_t k, int64_t block, int64_t above,
+                         float* amax, int64_t num_threads) {
     (is_bfloat16 ? block_amaxes<BFloat16> : block_amaxes<Float32>)(x, m, k, block, above, amax, num_threads);
 }
 
 // out = float(acc) * scale_a[row] * scale_b[column], in this order, rounded once to the output's type.
 // stride_a, stride_b: 1 for a vector of scales, 0 for a single one.
-void lptune_apply_scales(const int32_t* acc, int64_t m, int64_t n, const float* scale_a, int stride_a,
-                         const float* scale_b, int stride_b, void* out, int is_bfloat16, int num_threads) {
+void lptune_apply_scales(const int32_t* acc, int64_t m, int64_t n, const float* scale_a, int64_t stride_a,
+                         const float* scale_b, int64_t stride_b, void* out, int64_t is_bfloat16, int64_t num_threads) {
     #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t row = 0; row < m; ++row) {
         const float by = scale_a[row * stride_a];

@@ -57,16 +57,16 @@ void rotate_rows(const void* data, int64_t m, int64_t k, void* out, int to_bfloa
 extern "C" {
 
 // element: as for lptune_quantize_rows.
-void lptune_quantize_rotated_rows(const void* x, int element, int64_t m, int64_t k, int8_t* q, int64_t q_stride,
-                                  float* scale, int64_t scale_stride, int64_t scale_width, int num_threads) {
+void lptune_quantize_rotated_rows(const void* x, int64_t element, int64_t m, int64_t k, int8_t* q, int64_t q_stride,
+                                  float* scale, int64_t scale_stride, int64_t scale_width, int64_t num_threads) {
     const auto run = element == 0   ? quantize_rows<Float32>
                      : element == 1 ? quantize_rows<BFloat16>
                                     : quantize_rows<RoundedToBFloat16>;
     run(x, m, k, q, q_stride, scale, scale_stride, scale_width, num_threads);
 }
 
-void lptune_rotate_rows(const void* x, int is_bfloat16, int64_t m, int64_t k, void* out, int to_bfloat16,
-                        int num_threads) {
+void lptune_rotate_rows(const void* x, int64_t is_bfloat16, int64_t m, int64_t k, void* out, int64_t to_bfloat16,
+                        int64_t num_threads) {
     (is_bfloat16 ? rotate_rows<BFloat16> : rotate_rows<Float32>)(x, m, k, out, to_bfloat16, num_threads);
 }
 }

@@ -93,9 +93,9 @@ void quantize_rows_stochastic(const void* data, int64_t m, int64_t k, const floa
 extern "C" {
 
 // Where found_inf (or null) is 1, the results are q_before and scale_before.
-void lptune_quantize_rows_stochastic(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* multiplier,
-                                     uint64_t key, int64_t first, const float* found_inf, const int8_t* q_before,
-                                     const float* scale_before, int8_t* q, float* scale, int num_threads) {
+void lptune_quantize_rows_stochastic(const void* x, int64_t is_bfloat16, int64_t m, int64_t k, const float* multiplier,
+                                     int64_t key, int64_t first, const float* found_inf, const int8_t* q_before,
+                                     const float* scale_before, int8_t* q, float* scale, int64_t num_threads) {
     if (found_inf && *found_inf == 1.0f) {
         std::copy(q_before, q_before + m * k, q);
         std::copy(scale_before, scale_before + m, scale);
@@ -105,9 +105,9 @@ void lptune_quantize_rows_stochastic(const void* x, int is_bfloat16, int64_t m, 
         x, m, k, multiplier, key, first, q, scale, num_threads);
 }
 
-void lptune_round_stochastically(const void* x, int is_bfloat16, int64_t m, int64_t k, const float* row_inverse,
-                                 int row_stride, const float* column_inverse, uint64_t key, int64_t first,
-                                 int8_t* q, int num_threads) {
+void lptune_round_stochastically(const void* x, int64_t is_bfloat16, int64_t m, int64_t k, const float* row_inverse,
+                                 int64_t row_stride, const float* column_inverse, int64_t key, int64_t first,
+                                 int8_t* q, int64_t num_threads) {
     (is_bfloat16 ? round_stochastically<BFloat16> : round_stochastically<Float32>)(
         x, m, k, row_inverse, row_stride, column_inverse, key, first, q, num_threads);
 }

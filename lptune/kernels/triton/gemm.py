@@ -24,8 +24,7 @@ end, and the result is rounded once. A library GEMM without scales in its epilog
   programs on a processor, one multiplies while the other waits. hopper.py, another kernel for the same GEMM,
   lets INT8 products run on, and float8 ones beside another group's additions; autotuning chooses.
 - In this kernel, both wait before they issue the next load. So of n stages, n - 2 are loaded while the tensor
-  core works: one program on a processor needs three or more. (tests/kernels/test_triton_sass.py reads this in
-  machine code.)
+  core works: one program on a processor needs three or more. (Read in machine code, of Triton 3.7.1.)
 
 Ran on an H100 (sm_90); for sm_80, 86, 89, 100 and 120 only interpreted, and compiled ahead of time without
 spills. On sm_100 Triton compiles INT8 to `mma.sync` up to 3.7, and to the fifth generation's instruction

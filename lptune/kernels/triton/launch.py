@@ -61,7 +61,7 @@ def rounding_of_input(x: torch.Tensor, rounded_to: torch.dtype | None) -> str:
     """The name by which `formats.round_input` knows the rounding of x to `rounded_to`; "" for none."""
     if rounded_to in (None, x.dtype, torch.float32):
         return ""
-    if rounded_to == torch.bfloat16 and x.device.type != "cuda":
+    if rounded_to == torch.bfloat16 and not on_gpu(x.device):
         return "bfloat16 by integers"  # the interpreter's conversion truncates
     return {torch.bfloat16: "bfloat16", torch.float16: "float16"}[rounded_to]
 

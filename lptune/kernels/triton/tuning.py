@@ -109,14 +109,8 @@ def cache_path(device_name: str, triton_version: str) -> Path:
 
 def _read(path: Path) -> dict[str, list[int]]:
     try:
-        content = cache.read(path)
-        if content is None:
-            return {}
-        choices = parse_json(content)
+        choices: dict[str, list[int]] = parse_json(cache.read(path) or b"{}")
     except (OSError, ValueError) as error:
         logger.warning("%s cannot be read, kernels are measured again: %s", path, error)
         return {}
-    if not isinstance(choices, dict):
-        logger.warning("%s holds no choices, kernels are measured again", path)
-        return {}
-    return {key: choice for key, choice in choices.items() if isinstance(choice, list)}
+    return choices

@@ -30,7 +30,7 @@ from lptune.kernels import (
 )
 from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
 from lptune.linear.shared_input import Once
-from lptune.linear.weights.master_weight import GatheredWeight, TwiceQuantized
+from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.linear.weights.weight_amax import quantize_by_agreement
 from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
 
@@ -141,30 +141,14 @@ class Blockwise(Kind):
         """
         if not spec.high_uses_8_bit_weight:
             return w_NK  # has `dtype`: see Kind.forward
-        return dequantize_blocks(self._weight(spec, w_NK, 1), self._weight_block, dtype)
-
-    @property
-    def _weight_block(self) -> tuple[int, int]:
-        """(rows, columns) of the scale blocks of W in `output`."""
-        return self.weight_block or 1, self.size
+        return dequantize_blocks(self._weight(spec, w_NK, 1), (self.weight_block or 1, self.size), dtype)
 
     def _weight(self, spec: LinearSpec, w_NK: Tensor, dim: int, transposed: bool = False) -> QuantizedBlocks:
         """W in 8 bits, for a GEMM that contracts over W's `dim`."""
-        if isinstance(w_NK, TwiceQuantized) and dim == 0:
-            return QuantizedBlocks(w_NK.grad_q_NK, w_NK.grad_scale)  # stored as `transposed` wants it
         if isinstance(w_NK, GatheredWeight):
             # Of a gathered weight for any `dim`: only a kind with square blocks gathers W in 8 bits.
             return QuantizedBlocks(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
         return self.quantize_weight(w_NK, dim, spec.fmt, transposed=transposed)
-
-    def quantizes_twice(self, spec: LinearSpec) -> bool:
-        """See Kind. Square blocks serve both GEMMs."""
-        return self.weight_block is None and spec.output == "low" and spec.grad_input == "block"
-
-    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> Tensor:
-        along_k = self.quantize_weight(w_NK, 1, spec.fmt)
-        along_n = self.quantize_weight(w_NK, 0, spec.fmt, transposed=k_major(w_NK.device))
-        return TwiceQuantized(*along_k, *along_n, dtype=w_NK.dtype, scale_block=self._weight_block)
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.formats(gemm)} block{self.size}"

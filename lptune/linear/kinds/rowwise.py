@@ -59,7 +59,7 @@ from lptune.kernels import (
 from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
 from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
 from lptune.linear.shared_input import Once
-from lptune.linear.weights.master_weight import GatheredWeight, TwiceQuantized
+from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
 
 
@@ -279,15 +279,6 @@ class Rowwise(Kind):
         )
         return Packed(buffer, None)
 
-    def quantizes_twice(self, spec: LinearSpec) -> bool:
-        return spec.output == "low" and spec.grad_input == "column"
-
-    def quantize_twice(self, spec: LinearSpec, w_NK: Tensor) -> Tensor:
-        rows, columns = quantize_rows_and_columns(
-            w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(w_NK.device)
-        )
-        return TwiceQuantized(*rows, *columns, dtype=w_NK.dtype, scale_block=(1, w_NK.shape[1]))
-
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
         rows = quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)
         return Quantized(*rows)
@@ -384,13 +375,10 @@ def _grad_input(
         q_NK, scale_1K = w_rows.q_MK, None  # g contains W's scales
     else:
         # Quantizes the original weight (`column`) or the dequantized rows (`requantized`) by columns.
-        if isinstance(w_NK, TwiceQuantized):
-            q_NK, scale_1K = w_NK.grad_q_NK, w_NK.grad_scale
-        else:
-            from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
-            q_NK, scale_1K = quantize_columns(
-                from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
-            )
+        from_NK = w_NK if w_rows is None else dequantize(w_rows, dtype)
+        q_NK, scale_1K = quantize_columns(
+            from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
+        )
     gx_TK = scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
     return rotate(gx_TK, dtype) if spec.rotated else gx_TK
 

@@ -5,10 +5,8 @@ gradient into another buffer and that one into a third: 24 bytes read and writte
 the cast and one copy of the gradient take 12. Here a parameter has two tensors:
 
     master          the parameter: float32, ordinary. The optimizer, checkpoints and your own code see it.
-    compute weight  its copy in the compute dtype; in 8 bits where the plan says `low`; twice in 8 bits where
-                    no single set of 8-bit values serves forward and backward (TwiceQuantized). It is in
-                    the place of the master in its module from the beginning of forward to the end of
-                    backward.
+    compute weight  its copy in the compute dtype; in 8 bits where the plan says `low`. It is in the place of
+                    the master in its module from the beginning of forward to the end of backward.
 
     before forward  Masters are copied: once in a step, however many micro-batches it has. Compute weights
                     take the places of the masters.
@@ -23,7 +21,7 @@ also copied again after each forward without gradients: before the next forward,
 for their averages.
 
 Copies and gradients are those of FSDP2, bit for bit. The copies stay allocated: 2 bytes for each parameter,
-1 in 8 bits, 2 and the scales if twice in 8 bits.
+1 in 8 bits.
 
 A master needs no copy if it has the compute dtype already, or is stored in INT8 (Int8Weight).
 """
@@ -40,7 +38,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
-from lptune.linear.kind import LinearSpec
 from lptune.linear.weights.master_weight import MasterWeight
 from lptune.linear.weights.row_tensor import RowTensor
 
@@ -58,8 +55,6 @@ class _Copied:
     """The modules that have it, and under which names: several for a tied weight."""
     version: int
     """The master's when it was copied last, or _UNKNOWN."""
-    twice: LinearSpec | None
-    """Of the layer, if the weight is a TwiceQuantized."""
 
 
 class ComputeWeights:
@@ -109,7 +104,7 @@ class ComputeWeights:
         for each in stale:
             if isinstance(each.weight, RowTensor):
                 # The parameter stays, because it has the hook. It gets new parts, which the quantizer made.
-                new = self._copy(each.master, each.twice)
+                new = self._copy(each.master)
                 assert isinstance(new, RowTensor)
                 for name, part in zip(new.PARTS, new.parts(), strict=True):
                     setattr(each.weight, name, part)
@@ -146,9 +141,7 @@ class ComputeWeights:
                     continue
                 if id(master) not in found:
                     old = known.get(id(master))
-                    twice = _quantized_twice(module, name, master)
-                    fits = old is not None and _fits(old) and old.twice == twice
-                    found[id(master)] = old if old and fits else self._new(master, twice)
+                    found[id(master)] = old if old and _fits(old) else self._new(master)
                     found[id(master)].places = []
                 found[id(master)].places.append((module, name))
         self._copied = list(found.values())
@@ -158,12 +151,12 @@ class ComputeWeights:
             return isinstance(master, MasterWeight)
         return master.is_floating_point() and master.dtype != self._dtype
 
-    def _new(self, master: nn.Parameter, twice: LinearSpec | None) -> _Copied:
-        weight = nn.Parameter(self._copy(master, twice), requires_grad=master.requires_grad)
+    def _new(self, master: nn.Parameter) -> _Copied:
+        weight = nn.Parameter(self._copy(master), requires_grad=master.requires_grad)
         if master.requires_grad:
             # A weak reference: Python's garbage collector does not look into the hooks of a tensor.
             weight.register_post_accumulate_grad_hook(_adds_to(master, weakref.ref(self)))
-        return _Copied(master, weight, [], _version(master), twice)
+        return _Copied(master, weight, [], _version(master))
 
     def note_backward(self) -> None:
         """Called in each backward: an update may follow, so the next forward copies masters again.
@@ -173,11 +166,10 @@ class ComputeWeights:
         self._updates_follow |= not self.keep
 
     @torch.no_grad()
-    def _copy(self, master: Tensor, twice: LinearSpec | None) -> Tensor:
+    def _copy(self, master: Tensor) -> Tensor:
         if isinstance(master, MasterWeight):
             return master.whole(master.quantized_rows(self._mesh), self._dtype)
-        copied = master.detach().to(self._dtype)
-        return copied if twice is None else twice.kind.quantize_twice(twice, copied)
+        return master.detach().to(self._dtype)
 
     def before_forward(self, *_: Any) -> None:
         """A forward hook of the model."""
@@ -310,14 +302,6 @@ def _version(master: Tensor) -> int:
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
     if isinstance(tensor, RowTensor):
         yield from tensor.parts()
-
-
-def _quantized_twice(module: nn.Module, name: str, master: Tensor) -> LinearSpec | None:
-    """The spec of `module`, if its weight is to be a TwiceQuantized."""
-    spec = getattr(module, "spec", None)
-    if name != "weight" or not isinstance(spec, LinearSpec) or isinstance(master, MasterWeight):
-        return None
-    return spec if spec.kind.quantizes_twice(spec) else None
 
 
 def _fits(old: _Copied) -> bool:

@@ -6,9 +6,8 @@ its own rows and sends them, which takes half the bytes of bfloat16.
 
     MasterWeight     the sharded float32 parameter; behaves like an ordinary tensor, except under FSDP
     GatheredWeight   q and scale of the whole weight, for the forward and backward of the layer
-    TwiceQuantized   on one rank: two of each, where one set does not serve both
 
-All are RowTensors (row_tensor.py), which explains PARTS, CONTEXT and the methods that they override.
+Both are RowTensors (row_tensor.py), which explains PARTS, CONTEXT and the methods that they override.
 
     scale per row              computed by the rank that has the row, and sent with the row
     scale per tensor or block  computed from the amax over all ranks (weight_amax.py), not sent
@@ -20,7 +19,7 @@ Rows are quantized again for every gather, from the current weight.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +41,8 @@ class GatheredWeight(RowTensor):
     which its dequantized values have. An operation that writes is refused.
     """
 
-    PARTS: ClassVar[tuple[str, ...]] = ("q_NK", "scale")
-    CONTEXT: ClassVar[tuple[str, ...]] = ("block", "rotated")
+    PARTS = ("q_NK", "scale")
+    CONTEXT = ("block", "rotated")
 
     q_NK: Tensor
     """int8 or float8."""
@@ -81,30 +80,6 @@ class GatheredWeight(RowTensor):
 
         plain_args, plain_kwargs = tree_map_only(GatheredWeight, dequantized, (args, kwargs))
         return func(*plain_args, **plain_kwargs)
-
-
-class TwiceQuantized(GatheredWeight):
-    """A weight whose `q_NK` and `scale` serve `output` only, with others for grad_input. No gather makes it.
-
-    `mxfp8` and `grad_input=column` need two sets of 8-bit values of W, along K and along N. A gather in 8
-    bits would send both, as many bytes as the compute dtype. But one rank, whose weights stay, has both made
-    once in a step, where layers would make each from the compute dtype in every micro-batch. They take the
-    place of the copy in a 16-bit compute dtype: two bytes for each parameter, and their scales.
-    """
-
-    PARTS = ("q_NK", "scale", "grad_q_NK", "grad_scale")
-    CONTEXT = ("scale_block",)
-
-    grad_q_NK: Tensor
-    """8-bit values for grad_input, stored as its GEMM wants them."""
-    grad_scale: Tensor
-    scale_block: tuple[int, int]
-    """(rows, columns) of the blocks of `scale`."""
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values by which `output` multiplies; see GatheredWeight."""
-        quantized = QuantizedBlocks(self.q_NK, self.scale)
-        return dequantize_blocks(quantized, self.scale_block, dtype or self.dtype)
 
 
 class MasterWeight(GatheredByRows):

@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lptune import kernels, linear, numerics
-from lptune.base.errors import UserError
+from lptune import linear, numerics
 from lptune.config import PrecisionConfig
-from lptune.kernels import native
-from lptune.kernels.backend import choose_backend
 
 KINDS = ["int8_rowcol", "int8_tensorwise", "float8_tensorwise", "float8_rowwise"]
 T, K, N = 16, 32, 48
@@ -115,57 +112,3 @@ def test_compiled_equals_eager_bitwise_and_a_step_is_no_new_graph() -> None:
     for eager, compiled_ in zip(results[:3], results[3:], strict=True):
         for a, b in zip(eager, compiled_, strict=True):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_native_rounding_has_the_bits_of_the_maths(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native.available():
-        pytest.skip("needs a C++ compiler")
-    x = torch.randn(33, 70, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[3], x[4, 5] = 0, 1e3
-    handle = kernels.layer_handle(-1)
-    handle[kernels.KEY] = numerics.random_key(0, 1, "a")
-    handle[kernels.MICRO_BATCH] = 2**32 // x.numel()  # the index passes 2**32 on the way
-    results: list[tuple[Tensor, ...]] = []
-    for backend in ("native", "reference"):
-        monkeypatch.setenv("LPTUNE_KERNELS", backend)
-        choose_backend.cache_clear()
-        rows = kernels.quantize_rows_stochastic(
-            x, "int8", handle, multiplier_1K=torch.linspace(0.1, 2, 70)[None]
-        )
-        columns = kernels.quantize_columns_stochastic(x, "int8", handle)
-        results.append((*rows, *columns, *kernels.quantize_tensor_stochastic(x, "int8", handle)))
-    choose_backend.cache_clear()
-    for ours, truth in zip(*results, strict=True):
-        assert torch.equal(ours, truth)
-
-
-def test_without_a_key_it_refuses() -> None:
-    model, _ = _layer("int8_rowcol")
-    with pytest.raises(RuntimeError, match="no random key"):
-        _gradients(model, *_batch())
-
-
-def test_kinds_without_it_say_so() -> None:
-    with pytest.raises(
-        UserError, match=r"stochastic_rounding: not possible with precision\.kind: mxfp8; int8_rowcol"
-    ):
-        PrecisionConfig(kind="mxfp8", stochastic_rounding=True)
-
-
-def test_other_layers_get_no_key() -> None:
-    model = nn.Sequential(nn.Linear(K, N, bias=False))
-    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
-    linear.StochasticRounding(model, plan, 0).start(0, 0)
-    assert int(model[0].handle[kernels.KEY]) == 0  # type: ignore[index, union-attr]
-
-
-def test_opcheck() -> None:
-    handle = kernels.layer_handle(-1)
-    handle[kernels.KEY] = 5
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for dim, multiplier in ((1, torch.rand(1, 8)), (0, torch.rand(4, 1)), (2, None)):
-        args = (torch.randn(4, 8), multiplier, "int8", False, dim, handle)
-        torch.library.opcheck(torch.ops.lptune.quantize_stochastic.default, args, test_utils=tests)

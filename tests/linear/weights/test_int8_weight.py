@@ -1,6 +1,5 @@
 """A linear layer whose weight is stored in INT8: what it computes, holds, saves, loads and refuses."""
 
-import copy
 import math
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from lptune import linear, numerics
-from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
 from lptune.linear import Int8Weight
 from tests.proofs.noise import predicted_relative_error, relative_error
@@ -66,15 +64,6 @@ def test_every_gemm_is_within_the_noise_of_the_stored_weight_and_not_without_it(
     assert ours["grad_0.weight"].dtype == torch.float32
 
 
-def test_it_computes_with_the_dequantized_weight_to_the_bit() -> None:
-    model, (x, g) = _model(), _inputs(torch.bfloat16)
-    w = _weight(model).dequantize(torch.bfloat16)
-    results = _run(model, x, g)
-    assert torch.equal(results["output"], x @ w.t() + model[0].bias.bfloat16())
-    assert torch.equal(results["grad_input"], g @ w)
-    assert torch.equal(results["grad_0.weight"], (g.t() @ x).float())
-
-
 def test_compiled_equals_eager_and_one_graph_holds_it() -> None:
     model, (x, g) = _model(), _inputs(torch.bfloat16)
     eager = _run(model, x, g)
@@ -85,16 +74,6 @@ def test_compiled_equals_eager_and_one_graph_holds_it() -> None:
     weight = "grad__orig_mod.0.weight"
     assert relative_error(compiled[weight], eager["grad_0.weight"]) < 2.0**-8
     assert type(compiled[weight]) is Tensor
-
-
-def test_gradients_accumulate_and_the_weight_holds_a_quarter_of_float32() -> None:
-    model, (x, g) = _model(), _inputs(torch.float32)
-    once = _run(model, x, g)["grad_0.weight"].clone()
-    model(x).backward(g)
-    assert torch.equal(model[0].weight.grad, 2 * once)  # type: ignore[arg-type]
-    weight = _weight(model)
-    assert (weight.q_NK.dtype, weight.scale_N1.dtype) == (torch.int8, torch.float32)
-    assert (weight.q_NK.shape, weight.scale_N1.shape) == ((N, K), (N, 1))
 
 
 def test_convert_keeps_the_parameter_object_and_unconvert_gives_plain_dequantized_weights() -> None:
@@ -113,30 +92,6 @@ def test_convert_keeps_the_parameter_object_and_unconvert_gives_plain_dequantize
     assert type(parameter) is nn.Parameter
     assert torch.equal(parameter, stored)
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
-
-
-def test_tied_and_skipped_weights_stay_plain() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "up": nn.Linear(32, 32), "head": nn.Linear(32, 64)})
-    model["head"].weight = model["embed"].weight
-    plan = linear.convert(model, INT8)
-    assert {layer.name: layer.reason for layer in plan.layers} == {
-        "up": None,
-        "head": "tied to another module's weight",
-    }
-    assert model["head"].weight is model["embed"].weight
-    assert type(model["embed"].weight) is nn.Parameter
-
-
-def test_the_plan_says_that_the_weight_is_int8_and_the_gemms_are_not() -> None:
-    model = _plain()
-    plan = linear.convert(model, INT8)
-    assert plan.layers[0].columns()[1:] == ("int8 weight", "int8 weight", "high", "int8")
-    assert plan.backend("cpu") is None
-    x, g = _inputs(torch.float32)
-    with linear.verify_step(model, plan, num_passes=1) as verified:
-        _run(model, x, g)
-    assert verified.num_gemms == 2
-    assert verified.low_precision_flops_fraction == 0.0
 
 
 @pytest.mark.parametrize("gemm", ["output", "grad_input"])
@@ -198,11 +153,6 @@ def test_state_dicts_go_to_and_come_from_plain_layers() -> None:
     assert torch.equal(plain[0].weight, _weight(model).dequantize())  # type: ignore[arg-type]
 
 
-def test_a_state_dict_of_another_shape_is_refused_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-        _model().load_state_dict(nn.Sequential(nn.Linear(K, 2 * N)).state_dict())
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_model_on_meta_is_converted_and_then_loaded(assign: bool) -> None:
     with torch.device("meta"):
@@ -214,18 +164,6 @@ def test_a_model_on_meta_is_converted_and_then_loaded(assign: bool) -> None:
     model.load_state_dict(_plain().state_dict(), assign=assign)
     x, _ = _inputs(torch.float32)
     assert torch.equal(model(x), _model()(x))
-
-
-def test_rows_are_written_one_by_one_and_other_dtypes_and_copies_keep_the_values() -> None:
-    weight = _weight(_model()).detach()
-    values = torch.randn(N, K)
-    for start in range(0, N, 32):
-        weight[start : start + 32].copy_(values[start : start + 32])
-    assert torch.equal(weight.q_NK, Int8Weight.from_float(values).q_NK)
-    model = copy.deepcopy(_model()).to(torch.bfloat16)
-    assert _weight(model).dtype == torch.bfloat16
-    assert torch.equal(_weight(model).q_NK, _weight(_model()).q_NK)
-    assert model(torch.ones(1, K, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_arithmetic_reads_the_dequantized_values() -> None:
@@ -252,18 +190,6 @@ def test_an_optimizer_that_would_round_to_nearest_is_refused(options: dict[str, 
     with pytest.raises(RuntimeError, match=r"train it with lptune\.training\.build_optimizer"):
         optimizer.step()
     assert torch.equal(_weight(model).q_NK, before)
-
-
-def test_switches_that_the_kind_has_not_are_refused() -> None:
-    for key, value in (("output", "high"), ("grad_input", "high"), ("grad_weight", "column")):
-        with pytest.raises(UserError, match=rf"precision\.{key}: '{value}' is not one of .*int8_weight_only"):
-            PrecisionConfig(kind="int8_weight_only", **{key: value})
-
-
-def test_skip_small_is_refused_since_the_kind_saves_memory_and_not_time() -> None:
-    precision = PrecisionConfig(kind="int8_weight_only", skip_small=True)
-    with pytest.raises(UserError, match=r"precision\.skip_small: int8_weight_only multiplies in"):
-        linear.convert(_plain(), precision, num_tokens=T)
 
 
 def test_zero_rows_and_rows_that_are_not_finite() -> None:

@@ -25,13 +25,6 @@ def _weights(kind: str) -> tuple[nn.Sequential, list[RowTensor]]:
     return model, weights  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_weight_only"])
-def test_weights_are_told_apart_by_their_addresses(kind: str) -> None:
-    _, weights = _weights(kind)
-    assert len({weight.data_ptr() for weight in weights}) == 2
-    assert all(weight.data_ptr() == weight.detach().data_ptr() != 0 for weight in weights)
-
-
 def _float(model: nn.Module) -> None:
     model.float()
 
@@ -51,15 +44,6 @@ def test_a_master_weight_in_another_dtype_has_rows_in_it(convert_dtype: object) 
         assert isinstance(weight, MasterWeight)
         assert weight.dtype == weight.rows_NK.dtype == torch.float32
     assert torch.equal(model[0].weight, before.float())  # type: ignore[arg-type]
-
-
-def test_data_that_is_assigned_takes_the_place_of_the_rows() -> None:
-    model, (weight, _) = _weights("int8_rowcol")
-    weight.data = torch.full((32, 32), 0.5, dtype=torch.bfloat16)
-    assert isinstance(weight, MasterWeight)
-    assert model[0](torch.ones(1, 32, dtype=torch.bfloat16)).unique() == 16
-    with pytest.raises(RuntimeError, match=r"shape \(32, 32\) got \.data of \(16, 32\)"):
-        weight.data = torch.zeros(16, 32)
 
 
 def test_data_that_would_be_rounded_is_refused() -> None:
