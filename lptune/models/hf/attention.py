@@ -16,7 +16,7 @@ Shapes: B batch, S sequence, N query heads, M key heads, D head size, V head siz
 """
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lptune.base.errors import UserError
 from lptune.models.attention import attend, make_visibility
+from lptune.models.cache import LayerCache
 from lptune.models.documents import DocumentBounds, Visibility
 
 NAME = "lptune"
@@ -40,6 +41,48 @@ Rule = Callable[[Any, Any, Tensor, Tensor], Tensor]
 """transformers' mask functions: (row of the batch, head, place of the query, place of the key) -> bool."""
 
 
+class PastTokens:
+    """Keys and values of past tokens, for generation: the cache of models/cache.py, but each layer has the
+    sizes that its own keys and values have. Row b's token at position p is at place p.
+    """
+
+    def __init__(self, batch: int, num_places: int, device: torch.device) -> None:
+        self.num_places, self.num_used = num_places, 0
+        self.lengths_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        self.positions_BS = self.lengths_B1
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def append(self, lengths_B: Tensor, seq_len: int) -> Tensor:
+        """Makes room for (B, seq_len) new tokens, padded on the right; returns their positions."""
+        self._first_B1 = self.lengths_B1 if self.num_used else None
+        self.positions_BS = self.lengths_B1 + torch.arange(seq_len, device=lengths_B.device)
+        self.lengths_B1 = self.lengths_B1 + lengths_B[:, None]
+        self.num_used += seq_len
+        assert self.num_used <= self.num_places, (self.num_used, self.num_places)
+        return self.positions_BS
+
+    def extend(self, layer: int, k_BSMD: Tensor, v_BSMV: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores the new keys and values of a layer; returns those of all places in use."""
+        if layer not in self._stored:
+            self._stored[layer] = tuple(  # type: ignore[assignment]
+                each.new_zeros(each.shape[0], each.shape[2], self.num_places, each.shape[3])
+                for each in (k_BSMD, v_BSMV)
+            )
+        return LayerCache(*self._stored[layer], self._first_B1, self.num_used).extend(k_BSMD, v_BSMV)
+
+    def mask(self, window: int | None) -> Tensor:
+        """Which places the new tokens see: bool (B, 1, S, places in use)."""
+        distance_BSP = self.positions_BS[:, :, None] - torch.arange(
+            self.num_used, device=self.positions_BS.device
+        )
+        seen_BSP = distance_BSP >= 0
+        return (seen_BSP if window is None else seen_BSP & (distance_BSP < window))[:, None]
+
+    def is_outgrown(self, lengths: Sequence[int]) -> bool:
+        """Never: models whose rotations change with the length are refused (model.py)."""
+        return False
+
+
 class Running(NamedTuple):
     """What the masks of a forward depend on."""
 
@@ -49,6 +92,8 @@ class Running(NamedTuple):
     """One of models.attention.BACKENDS."""
     has_own_bounds: bool
     """Whether rules that transformers makes keep documents apart by themselves, by their positions."""
+    past: PastTokens | None = None
+    """In generation."""
 
 
 class Seen(NamedTuple):
@@ -56,6 +101,7 @@ class Seen(NamedTuple):
 
     visible: Visibility
     window: int | None
+    past: PastTokens | None = None
 
 
 _running: list[Running] = []
@@ -91,7 +137,11 @@ def make_mask(
 ) -> Seen:
     """The mask of one kind of layer. transformers calls it, and passes much that is not needed here."""
     state = _running[-1]
-    assert q_length == kv_length, "a forward of lptune has no keys from before"
+    assert q_length == kv_length, "transformers keeps no keys"
+    if state.past is not None:
+        window, is_plain = _window(mask_function, state.past.num_places)
+        assert is_plain, "HFModel.make_cache knows which rules need the whole row"
+        return Seen(Visibility(mask_B1SS=state.past.mask(window)), None, state.past)
     window, is_plain = None, False
     if not (state.has_own_bounds and state.documents is not None):
         window, is_plain = _window(mask_function, q_length)
@@ -177,17 +227,20 @@ def attention(
             f"model.path: {type(module).__name__} passes no mask to its attention, so documents of a packed "
             "row would not be kept apart; this model cannot be trained"
         )
-    visible, window = attention_mask
+    visible, window, past = attention_mask
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     size = value.shape[-1]
+    if past is not None:
+        found = past.extend(module.layer_idx, key.transpose(1, 2), value.transpose(1, 2))  # type: ignore[arg-type]
+        key, value = (each.transpose(1, 2) for each in found)
     if s_aux is not None:
         return _with_sinks(query, key, value, s_aux, visible, scale), None
     if size != query.shape[-1]:  # the kernels want equal sizes; a zero adds nothing
         wide = max(size, query.shape[-1])
         query, key, value = (F.pad(each, (0, wide - each.shape[-1])) for each in (query, key, value))
     q_BSND, k_BSMD, v_BSMD = (each.transpose(1, 2) for each in (query, key, value))
-    found = attend(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
-    return found[..., :size], None
+    out_BSND = attend(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
+    return out_BSND[..., :size], None
 
 
 def _with_sinks(
@@ -203,7 +256,7 @@ def _with_sinks(
     k, v = (each.repeat_interleave(num_heads // each.shape[1], dim=1) for each in (k, v))
     sink = F.one_hot(torch.tensor(size, device=k.device), size + _ALIGNMENT).to(k.dtype)
     sink_BN1D = sink.expand(batch, num_heads, 1, -1)
-    num_more = 1 + -(seq_len + 1) % _ALIGNMENT
+    num_more = 1 + -(k.shape[2] + 1) % _ALIGNMENT
     k = F.pad(torch.cat([F.pad(k, (0, _ALIGNMENT)), sink_BN1D], 2), (0, 0, 0, num_more - 1))
     v = F.pad(v, (0, _ALIGNMENT, 0, num_more))
     mask = visible.mask_B1SS

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lptune.base.errors import UserError
 from lptune.models.attention import choose_backend
-from lptune.models.backbone import Backbone, ChunkLoss, Part
+from lptune.models.backbone import Backbone, Cache, ChunkLoss, Part
 from lptune.models.documents import DocumentBounds
 from lptune.models.headers import open_tensors, read_index
 from lptune.models.hf import attention, experts, mixers
@@ -32,6 +32,7 @@ from lptune.models.hf.facts import HFFacts, HFLayer, config_of, digest, quiet
 from lptune.models.hf.names import map_names
 
 _ROUTER_NAMES = ("gate", "router")
+_CACHED_KINDS = {"full_attention", "sliding_attention"}
 _PROBES = (1e-3, -1.0, 7.0, -40.0, 300.0)
 
 
@@ -94,6 +95,29 @@ class HFModel(Backbone):
 
     def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
         """The last hidden state of transformers' base model (B, S, H)."""
+        return self._body(tokens_BS, documents, None)
+
+    def make_cache(self, batch: int, num_places: int) -> Cache | None:
+        """A cache for models of attention alone, with or without windows; of any other the whole row runs
+        for each token.
+        """
+        kinds = {layer.kind for layer in self.facts.layers}
+        if self.facts.is_recurrent or not kinds <= _CACHED_KINDS:
+            return None
+        return attention.PastTokens(batch, num_places, next(self.parameters()).device)
+
+    def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: Cache | None) -> Tensor:
+        """`body` for tokens that follow those in `cache`, which also stores them."""
+        assert cache is None or isinstance(cache, attention.PastTokens)
+        return self._body(tokens_BS, None, cache, lengths_B)
+
+    def _body(
+        self,
+        tokens_BS: Tensor,
+        documents: DocumentBounds | None,
+        past: attention.PastTokens | None,
+        lengths_B: Tensor | None = None,
+    ) -> Tensor:
         arguments: dict[str, Any] = {}
         if documents is not None:
             arguments["position_ids"] = documents.positions_BS
@@ -107,7 +131,10 @@ class HFModel(Backbone):
         backend = self.attention_backend(
             tokens_BS.device, weight.dtype, one_document_per_row=documents is None, seq_len=tokens_BS.shape[1]
         )
-        with attention.running(attention.Running(documents, backend, is_recurrent)):
+        if past is not None:
+            assert lengths_B is not None
+            arguments["position_ids"] = past.append(lengths_B, tokens_BS.shape[1])
+        with attention.running(attention.Running(documents, backend, is_recurrent, past)):
             found = self.get_submodule(self.body_name)(input_ids=tokens_BS, use_cache=False, **arguments)
         hidden_BSH: Tensor = found.last_hidden_state
         return hidden_BSH
@@ -204,6 +231,14 @@ def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]]
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
         raise UserError(f"{where}: {type(causal).__name__} has no plain head and embedding")
+    for module in causal.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in ("dynamic", "longrope"):
+                raise UserError(
+                    f"{where}: rope_type {kind!r}: transformers rotates all documents of a batch by the "
+                    "length of the longest one, so they would depend on each other; it cannot be trained"
+                )
     softcap = getattr(config, "final_logit_softcapping", None)
     divisor = _divisor_of_logits(causal, softcap, where)
     blocks = causal.get_submodule(_blocks_name(causal, where))

@@ -96,6 +96,27 @@ def test_experts_are_converted_and_the_router_is_not(tmp_path: Path) -> None:
     assert all(layer.flops_per_gemm == 2 * layer.in_features * layer.out_features / 4 for layer in experts)
 
 
+@pytest.mark.parametrize("kind", ["olmo3", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text"])
+def test_a_cache_gives_the_logits_of_whole_rows(kind: str, tmp_path: Path) -> None:
+    """Rows of other lengths, beyond the windows of 16; keys and values of other sizes; sinks."""
+    hf_types.causal(kind).save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    cache = model.make_cache(2, 40)
+    assert (cache is None) == (kind == "llama4_text")
+    rows = torch.randint(3, 256, (2, 30), generator=torch.Generator().manual_seed(1)).tolist()
+    lengths = [19, 7]
+    with torch.no_grad():
+        for new in range(6):
+            now = [row[: length + new] for row, length in zip(rows, lengths, strict=True)]
+            fed = [row[-1:] for row in now] if new and cache is not None else now
+            longest = max(map(len, fed))
+            padded = torch.tensor([row + [0] * (longest - len(row)) for row in fed])
+            found = model.next_logits(padded, torch.tensor([len(row) for row in fed]), cache)
+            for row, logits in zip(now, found, strict=True):
+                expected = model(torch.tensor([row]))[0, -1]
+                assert float((logits - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
 def test_the_text_part_of_a_model_that_sees_is_trained_and_the_rest_passes_on(
     kind: str, tmp_path: Path
@@ -152,6 +173,9 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
         read(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(UserError, match="ForCausalLM"):
         read(model_type="olmo3", architectures=["Olmo3Model"])
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UserError, match=r"rope_type 'dynamic'"):
+        read(**hf_types.config("seed_oss").to_dict() | {"rope_parameters": rope})
     with pytest.raises(UserError, match="transformers refuses it"):
         read(model_type="olmo3", hidden_size="wide")
 
