@@ -83,7 +83,7 @@ def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
 def _inputs(cfg: Any) -> Iterator[tuple[str, str]]:
     """Key and text of what the run reads."""
     yield from cfg.model_paths.items()
-    if hasattr(cfg, "logits"):
+    if hasattr(cfg, "logits") and cfg.logits.folder is not None:
         yield "logits.folder", cfg.logits.folder
     if cfg.data.chat_template:
         yield "data.chat_template", cfg.data.chat_template

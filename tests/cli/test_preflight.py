@@ -141,7 +141,7 @@ def _keys(**keys: Any) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (_keys(model_type="gpt_neox"), "m/config.json: model_type: 'gpt_neox' is not supported"),
+        (_keys(model_type="lama"), "m/config.json: model_type: 'lama' is neither one of"),
         (_keys(hidden_size="64"), "hidden_size: expected an integer"),
         (lambda m: (m / "model.safetensors").unlink(), "m: holds no *.safetensors file"),
         (lambda m: os.truncate(m / "model.safetensors", 40), "m/model.safetensors: is no readable"),

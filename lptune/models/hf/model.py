@@ -276,9 +276,10 @@ def _build(content: str, where: str) -> Any:
         attention.register()
         experts.register()
     from_config: Any = AutoModelForCausalLM.from_config
+    config = config_of(content, where)
     try:
         causal = from_config(
-            config_of(content, where),
+            config,
             dtype=torch.float32,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
