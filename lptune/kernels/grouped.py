@@ -2,9 +2,10 @@
 of a mixture are.
 
 Rows are sorted by group: group e has the rows ends[e - 1] ... ends[e]. The weights of all groups are stacked,
-(E * N, K), so that a weight is a matrix as every other. How many rows a group has is data, so the loop over
-groups is inside the ops, which the compiler never looks into. An op counts itself once, however many groups
-have rows.
+(E * N, K), so that a weight is a matrix as every other. How many rows a group has is data, which an op may
+look at and the compiler not. On CUDA one kernel serves all groups without a look from the host
+(triton/grouped.py); elsewhere the op calls the kernel of one GEMM for each group. An op counts itself once,
+however many groups have rows.
 
     output, grad_input   `grouped_mm`     each group multiplies its rows by its own matrix
     grad_weight          `grouped_outer`  each group contracts over its own rows
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lptune.kernels.backend import k_major
+from lptune.kernels.backend import choose_backend, k_major, triton_kernels
 from lptune.kernels.fakes import empty_q
 from lptune.kernels.layout import transposed_copy
 from lptune.kernels.op import op
@@ -28,6 +29,7 @@ from lptune.kernels.quantize import quantize_columns
 from lptune.kernels.record import GRAD_WEIGHT, note
 from lptune.kernels.scaled_mm import product
 from lptune.numerics import QuantizedColumns
+from lptune.numerics.formats import INT32_SAFE_CONTRACTION
 
 
 def _empty_grouped(
@@ -58,6 +60,13 @@ def grouped_mm(
     end of each group's rows; the last is S. layer, gemm, emulate: as for `scaled_mm`.
     """
     assert scale_b_R1 is None or by_rows
+    if _by_triton(a_SC, a_SC.shape[1], emulate):
+        b = b_RK
+        if not by_rows:  # the matrices turned, so that products contract along rows
+            b = b_RK.unflatten(0, (ends_E.shape[0], -1)).transpose(1, 2).contiguous().flatten(0, 1)
+        out: Tensor = triton_kernels().grouped_mm(a_SC, b, scale_a_S1, scale_b_R1, ends_E, out_dtype)
+        note(layer, gemm)
+        return out
     found = []
     for group, rows in _groups(ends_E):
         size = b_RK.shape[0] // ends_E.shape[0]
@@ -94,6 +103,10 @@ def grouped_outer(
     a_SN, b_SK: int8 or float8, any strides. scale_a_EN, scale_b_EK: float32, of `quantize_grouped_columns`;
     None: 1. ends_E, layer, emulate: as for `grouped_mm`.
     """
+    if _by_triton(a_SN, len(a_SN), emulate):
+        out_RK: Tensor = triton_kernels().grouped_outer(a_SN, b_SK, scale_a_EN, scale_b_EK, ends_E, out_dtype)
+        note(layer, GRAD_WEIGHT)
+        return out_RK
     num_groups, size = scale_a_EN.shape
     out_RK = a_SN.new_zeros((num_groups * size, b_SK.shape[1]), dtype=out_dtype)
     for group, rows in _groups(ends_E):
@@ -117,6 +130,9 @@ def quantize_grouped_columns(
     """`quantize_columns` of each group's rows: q (S, K), and a scale for each group and column, (E, K). The
     scales of a group without rows are 0.
     """
+    if choose_backend("quantize", x_SK.device.type) == "triton":
+        quantize = triton_kernels().quantize_grouped_columns
+        return QuantizedColumns(*quantize(x_SK, fmt, ends_E, multiplier_S1, power_of_two))
     q_SK, scale_EK = _empty_grouped_columns(x_SK, fmt, ends_E)
     scale_EK.zero_()
     for group, rows in _groups(ends_E):
@@ -124,6 +140,14 @@ def quantize_grouped_columns(
         q, scale_1K = quantize_columns(x_SK[rows], fmt, multiplier_M1=multiplier, power_of_two=power_of_two)
         q_SK[rows], scale_EK[group] = q, scale_1K[0]
     return QuantizedColumns(q_SK, scale_EK)
+
+
+def _by_triton(a: Tensor, contraction: int, emulate: bool) -> bool:
+    """Whether one kernel serves all groups. contraction: at most so many products are summed."""
+    if a.dtype == torch.int8 and contraction > INT32_SAFE_CONTRACTION:
+        return False
+    operation = "int8_gemm" if a.dtype == torch.int8 else "float8_odd_gemm"
+    return not emulate and choose_backend(operation, a.device.type) == "triton"
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:

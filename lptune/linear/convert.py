@@ -210,7 +210,9 @@ def _num_experts_used(model: nn.Module) -> float:
     """The number of experts that a token uses, as the model's config says; inf without one."""
     config = getattr(model, "config", None)
     given = [
-        getattr(each, "num_experts_per_tok", None) for each in (config, getattr(config, "text_config", None))
+        getattr(each, name, None)
+        for each in (config, getattr(config, "text_config", None))
+        for name in ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
     ]
     return next((each for each in given if isinstance(each, int)), math.inf)
 

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lptune.base.errors import UserError
+from lptune.hardware.planned import planned_device_type
+
 
 class GroupedLinear(nn.Linear):
     """E bias-free linear layers K -> N. The rows of the input are sorted by group."""
@@ -20,6 +23,8 @@ class GroupedLinear(nn.Linear):
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
         """(S, K) -> (S, N). ends: int32 (E,), where the rows of each group end; the last is S."""
+        if (planned_device_type() or x.device.type) == "cuda" and x.dtype != torch.bfloat16:
+            raise UserError("compute_dtype: experts run in bfloat16 on GPUs; set it to bfloat16")
         w_ENK = self.weight.unflatten(0, (self.num_groups, -1))
         return F.grouped_mm(x, w_ENK.transpose(1, 2), offs=ends)
 

@@ -11,7 +11,7 @@ import pytest
 import triton
 
 from lptune.kernels.triton import again, launch
-from tests.helpers.triton_calls import calls, stand_in_gpu
+from tests.helpers.triton_calls import calls, grouped_calls, stand_in_gpu
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -66,7 +66,7 @@ def _call(call: str, arch: int, folder: Path, tma: bool, tuned: Callable[..., An
         patch.setattr(again.Launch, "run", kept)
         patch.setattr(launch, "tuned", tuned)
         patch.setattr(launch, "has_tma", lambda device: tma and arch >= 90)
-        function, inputs = calls()[call]
+        function, inputs = (calls() | grouped_calls())[call]
         function(*inputs)
     return found
 

@@ -22,6 +22,7 @@ from lptune.kernels.triton import (
     by_amax,
     by_row,
     gemm,
+    grouped,
     launch,
     quantize,
     rotate,
@@ -137,6 +138,31 @@ def calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
         ),
         **_calls_by_amax(x, w32),
         **_calls_stochastic(x, w32, mk, mm),
+    }
+
+
+def grouped_calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
+    """The functions of grouped layers, whose launches are not made again: they have the number of rows."""
+    where, sa, sb = torch.zeros(4, dtype=torch.int32), torch.ones(64, 1), torch.ones(512, 1)
+    a, b, g = int8(64, 256), int8(512, 256), int8(64, 128)
+    f8 = [each.to(torch.float8_e4m3fn) for each in (matrix(64, 256), matrix(512, 256), matrix(64, 128))]
+    of_a, of_b = torch.ones(4, 128), torch.ones(4, 256)
+
+    def mm(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, where: Tensor) -> Tensor:
+        return grouped.grouped_mm(a, b, sa, sb, where, torch.bfloat16)
+
+    def outer(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, where: Tensor) -> Tensor:
+        return grouped.grouped_outer(a, b, sa, sb, where, torch.bfloat16)
+
+    return {
+        "grouped_mm": (mm, [a, b, sa, sb, where]),
+        "grouped_mm, float8": (mm, [f8[0], f8[1], sa, sb, where]),
+        "grouped_outer": (outer, [g, a, of_a, of_b, where]),
+        "grouped_outer, float8": (outer, [f8[2], f8[0], of_a, of_b, where]),
+        "grouped columns": (
+            lambda x, m, where: grouped.quantize_grouped_columns(x, "int8", where, m, False),
+            [matrix(64, 256), sa, where],
+        ),
     }
 
 

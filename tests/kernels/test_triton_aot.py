@@ -16,7 +16,7 @@ import torch
 from packaging.version import Version
 
 from tests.helpers.ahead_of_time import SHARED_BYTES, Compiled, compile_for, configurations, triton
-from tests.helpers.triton_calls import calls
+from tests.helpers.triton_calls import calls, grouped_calls
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1",
@@ -26,12 +26,14 @@ TRITON = Version(triton.__version__)
 ARCHS, CONSUMER = (80, 90, 100), (86, 89, 120)
 # Layers have rows of a multiple of 16, and scales of both operands; float32 results take more memory.
 CALLS = [name for name in calls() if not name.endswith((", pointers", "no scales", ", float32"))]
-GEMMS = [name for name in CALLS if "scaled_mm" in name]
+CALLS += grouped_calls()
+GEMMS = [name for name in CALLS if "scaled_mm" in name or name.startswith("grouped_")]
 SUITE = (
     ("scaled_mm", 80), ("scaled_mm", 90), ("scaled_mm", 100), ("scaled_mm", 86),
     ("scaled_mm, float8", 90), ("scaled_mm, float8", 100), ("scaled_mm, float8", 120),
     ("block_scaled_mm", 90), ("block_scaled_mm", 89), ("block_scaled_mm, vectors", 90),
     ("block_scaled_mm, MX", 100),
+    ("grouped_mm", 90), ("grouped_outer", 80), ("grouped_outer, float8", 90), ("grouped columns", 90),
     ("rows, long", 90), ("rows, rotated, long", 90), ("rows, a master", 80), ("rotate", 100), ("both", 90),
     ("tensor both ways", 90), ("column blocks", 90), ("row and column blocks", 100),
     ("row and column blocks, MX", 90), ("by amax, a master", 90), ("by amax, blocks", 90), ("delayed", 80),

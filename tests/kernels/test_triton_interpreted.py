@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import cold
 
-NAMES = ("quantize", "by_amax", "stochastic", "gemm", "blocks", "dispatch")
+NAMES = ("quantize", "by_amax", "stochastic", "gemm", "grouped", "blocks", "dispatch")
 FILES = [f"test_triton_{name}.py" for name in NAMES]
 
 

@@ -6,6 +6,7 @@
     rotation.py   the rotation in the quantizer by row, or before it
     by_amax.py    by an amax that is known before: of a whole weight, of past steps
     stochastic.py by row, by column, by tensor, rounded stochastically
+    grouped.py    INT8 and float8 GEMMs of groups (experts), and their quantizer by columns
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
     blocks.py     one scale per block: the quantizers
     block_mm.py   one scale per block: the GEMM, which applies them inside its sum
@@ -23,6 +24,7 @@ from lptune.kernels.triton.blocks import quantize_blocks, quantize_row_and_colum
 from lptune.kernels.triton.by_amax import block_amaxes, quantize_by_amax, quantize_delayed
 from lptune.kernels.triton.by_row import quantize_rows
 from lptune.kernels.triton.gemm import scaled_mm
+from lptune.kernels.triton.grouped import grouped_mm, grouped_outer, quantize_grouped_columns
 from lptune.kernels.triton.quantize import (
     quantize_columns,
     quantize_rows_and_columns,
@@ -35,10 +37,13 @@ from lptune.kernels.triton.stochastic import quantize_rows_stochastic, quantize_
 __all__ = [
     "block_amaxes",
     "block_scaled_mm",
+    "grouped_mm",
+    "grouped_outer",
     "quantize_blocks",
     "quantize_by_amax",
     "quantize_columns",
     "quantize_delayed",
+    "quantize_grouped_columns",
     "quantize_row_and_column_blocks",
     "quantize_rows",
     "quantize_rows_and_columns",

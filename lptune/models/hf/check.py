@@ -9,6 +9,8 @@ A model whose documents leak trains, and its loss falls; only the result is wron
 """
 
 import json
+import math
+import os
 from typing import Any
 
 import torch
@@ -32,26 +34,51 @@ _FEWER: dict[str, int] = {
     "num_local_experts": _NUM_EXPERTS,
     "n_routed_experts": _NUM_EXPERTS,
     "moe_num_experts": _NUM_EXPERTS,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }
 _SEEDS = (0, 1, 2)
 
 
 def check(facts: HFFacts) -> None:
-    """Raises UserError if the twin's packed rows differ from its documents alone."""
-    twin = _twin(facts)
-    kept, kinds = list[int](), set[Any]()
-    for number, layer in enumerate(twin.layers):
-        if (kind := (layer.kind, layer.window, layer.modules)) not in kinds:
-            kinds.add(kind)
-            kept.append(number)
-    model = build_on_meta(twin.with_layers(kept)).to_empty(device="cpu")
-    model.reset_buffers("cpu")
-    # A token that two experts suit equally well may go to another one by a rounding: not for all seeds.
-    if all(_difference(model, seed) > LIMIT for seed in _SEEDS):
+    """Raises UserError if the twin's packed rows differ from its documents alone, or it does not run. The
+    first rank of a machine speaks for all.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    try:
+        model = _model(_twin(facts))
+        # A token that two experts suit equally well may go to another one by a rounding: not for all seeds.
+        differs = all(_difference(model, seed) > LIMIT for seed in _SEEDS)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a model of transformers raises
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{facts.where}: {facts.family!r} does not run with lptune's attention and masks ({line}); this "
+            "model cannot be trained"
+        ) from None
+    if differs:
         raise UserError(
             f"{facts.where}: {facts.family!r} does not keep the documents of a packed row apart, or its "
             "attention differs from transformers'; this model cannot be trained"
         )
+
+
+def _model(twin: HFFacts) -> Any:
+    """One block of each kind; all where blocks share tensors that are counted by block."""
+    content, kept, kinds = json.loads(twin.content), list[int](), set[Any]()
+    for number, layer in enumerate(twin.layers):
+        shares = content.get("hidden_size_per_layer_input") or content.get("num_kv_shared_layers")
+        if shares or (kind := (layer.kind, layer.window, layer.modules)) not in kinds:
+            kept.append(number)
+            if not shares:
+                kinds.add(kind)
+    model = build_on_meta(twin.with_layers(kept)).to_empty(device="cpu")
+    model.reset_buffers("cpu")
+    return model
 
 
 def _twin(facts: HFFacts) -> HFFacts:
@@ -59,7 +86,12 @@ def _twin(facts: HFFacts) -> HFFacts:
     from lptune.models.hf.model import facts_of
 
     content: dict[str, Any] = json.loads(facts.content)
-    words = {key: None for key in content if key.endswith("token_id")} | {"vocab_size": _NUM_WORDS}
+    words: dict[str, Any] = {
+        key: 0 if isinstance(value, int) else None
+        for key, value in content.items()
+        if key.endswith("token_id")
+    }
+    words |= {key: _NUM_WORDS for key in ("vocab_size", "vocab_size_per_layer_input") if key in content}
     fewer = {
         key: min(value, content[key]) for key, value in _FEWER.items() if isinstance(content.get(key), int)
     }
@@ -88,6 +120,8 @@ def _difference(model: Any, seed: int) -> float:
     seq_len = sum(_LENGTHS[0])
     tokens_BS = torch.randint(1, _NUM_WORDS, (len(_LENGTHS), seq_len), generator=draw)
     packed_BSH = model.body(tokens_BS, _bounds(seq_len))
+    if not packed_BSH.isfinite().all():
+        return math.inf
     worst = largest = 0.0
     for row, lengths in enumerate(_LENGTHS):
         start = 0
@@ -97,7 +131,7 @@ def _difference(model: Any, seed: int) -> float:
             worst = max(worst, float((found_SH - alone_SH).abs().max()))
             largest = max(largest, float(alone_SH.abs().max()))
             start += length
-    return worst / largest if largest > 0 else 0.0
+    return worst / largest if largest > 0 else math.inf
 
 
 def _bounds(seq_len: int) -> DocumentBounds:

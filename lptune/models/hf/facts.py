@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from lptune.models.hf.model import HFModel
 
 
+_MAX_LAYERS = 4096
+
+
 @dataclass(frozen=True, kw_only=True)
 class HFLayer(Layer):
     """A block of a transformers model."""
@@ -53,6 +56,8 @@ class HFFacts(Facts):
     logit_divisor: float = 1.0
     has_sinks: bool = False
     """Whether attention has scores for keys that are not there."""
+    longest_packed_row: int | None = None
+    """The largest number of tokens of a row with several documents; None: any."""
     is_recurrent: bool = False
     """Whether any block has a mixer that is no attention."""
     is_part: bool = False
@@ -98,8 +103,10 @@ def read(keys: Keys, folder: Path) -> HFFacts | None:
     has_weights = any(folder.glob("*.safetensors"))
     tensors = read_index(folder).tensors if has_weights else {}
     stored = tuple((name, each.shape) for name, each in tensors.items())
-    if given is not keys.given and stored:  # the whole model ties its head, whatever the part says
-        given["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name, _ in stored)
+    if given is not keys.given:  # the whole model ties its head, whatever the part says
+        is_stored = any(name.endswith("lm_head.weight") for name, _ in stored)
+        whole = bool(keys.given.get("tie_word_embeddings", given.get("tie_word_embeddings", False)))
+        given["tie_word_embeddings"] = whole or (bool(stored) and not is_stored)
     return _facts(json.dumps(given), keys.where, stored, given is not keys.given)
 
 
@@ -139,7 +146,11 @@ def _check(keys: Keys) -> None:
             raise keys.error(
                 key, f"the checkpoint is quantized ({method}); start from its unquantized original"
             )
+    if isinstance(count := keys.get("num_hidden_layers"), int) and count > _MAX_LAYERS:
+        raise keys.error("num_hidden_layers", f"{count} is more than any model has; download the file again")
     names = keys.get("architectures")
+    if names and not isinstance(names, list):
+        raise keys.error("architectures", f"expected a list of names, found {names!r}")
     if (
         keys.get("text_config") is None
         and names
@@ -164,6 +175,8 @@ def config_of(content: str, where: str) -> Any:
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
     config.use_cache = False
+    if hasattr(config, "per_layer_config"):  # transformers refuses to say what differs between layers
+        config.allow_global_per_layer_attribute_access = True
     return config
 
 

@@ -14,13 +14,17 @@ model. Buffers that it stores (biases of routers) are constants: read from the c
 exported as they are.
 """
 
+import hashlib
+import inspect
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from lptune.base.errors import UserError
 from lptune.models.attention import choose_backend
@@ -31,7 +35,6 @@ from lptune.models.hf import attention, experts, mixers
 from lptune.models.hf.facts import HFFacts, HFLayer, config_of, digest, quiet
 from lptune.models.hf.names import map_names
 
-_ROUTER_NAMES = ("gate", "router")
 _CACHED_KINDS = {"full_attention", "sliding_attention"}
 _PROBES = (1e-3, -1.0, 7.0, -40.0, 300.0)
 
@@ -50,7 +53,7 @@ class HFModel(Backbone):
     def __init__(self, facts: HFFacts) -> None:
         super().__init__()
         self.facts = facts
-        causal = _build(facts.content, facts.where)
+        causal = _build(_content(facts), facts.where)
         for name, child in causal.named_children():
             self.add_module(name, child)
         self.config = causal.config  # `linear.convert` asks it how many experts a token uses
@@ -62,6 +65,10 @@ class HFModel(Backbone):
             self.why_not_compiled = (
                 f"{facts.family!r} has recurrent layers, whose shapes depend on the lengths of documents"
             )
+        # Its base model would drop all tokens but the last from layers that share keys.
+        self._slices = (
+            "logits_to_keep" in inspect.signature(type(self.get_submodule(self.body_name)).forward).parameters
+        )
         stored = causal.state_dict()
         self._parts = map_names(causal, dict(facts.stored), is_part=facts.is_part)
         for name, turned in experts.stack(causal).items():
@@ -71,10 +78,19 @@ class HFModel(Backbone):
             self._parts[f"{name}.weight"] = experts.stacked_parts(parts, size, turned)
         self._mapped = {part.stored for parts in self._parts.values() for part in parts}
         self._constants = [name for name, _ in causal.named_buffers() if name in stored]
+        # Blocks after the last one predict further tokens; transformers leaves them out.
+        more = _integer(causal.config, "num_nextn_predict_layers", default=0)
+        numbers = range(len(facts.layers), len(facts.layers) + more)
+        self._further_blocks = rf"\blayers\.({'|'.join(map(str, numbers)) or 'none'})\."
         self._ignored = tuple(causal._keys_to_ignore_on_load_unexpected or ())
         if facts.kept is not None:
             kept = set(facts.kept)
             self._remove_blocks(number for number in range(len(self.blocks)) if number not in kept)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stays in evaluation mode: dropout, jitter of routers and sampled experts are off."""
+        return super().train(False)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -118,7 +134,13 @@ class HFModel(Backbone):
         past: attention.PastTokens | None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
-        arguments: dict[str, Any] = {}
+        longest = self.facts.longest_packed_row
+        if documents is not None and longest is not None and tokens_BS.shape[1] > longest:
+            raise UserError(
+                f"data.seq_len: {self.facts.family!r} scales attention by the place in a row from {longest} "
+                f"tokens on, so rows of several documents may have {longest} at most"
+            )
+        arguments: dict[str, Any] = {"logits_to_keep": None} if self._slices else {}
         if documents is not None:
             arguments["position_ids"] = documents.positions_BS
         is_recurrent = self.facts.is_recurrent
@@ -155,11 +177,16 @@ class HFModel(Backbone):
         )
 
     def initial_value(self, name: str, seed: int) -> Tensor:
-        """No weights are made up for a model of transformers: they come from a checkpoint."""
-        raise UserError(
-            f"{self.facts.where}: lptune makes no random weights of {self.facts.family!r}; save a model with "
-            "transformers (from_config, save_pretrained) and name its folder in model.path"
-        )
+        """Random weights for trials, not those of transformers' own initialization: matrices are normal, with
+        a standard deviation of 1 / sqrt(columns), biases 0, other vectors 1.
+        """
+        shape = self.get_parameter(name).shape
+        with torch.device("cpu"):
+            if len(shape) < 2:
+                return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+            digest_ = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest_[:8], "little") >> 1)
+            return torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
     def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts as transformers loads them; without a checkpoint, one of the same name."""
@@ -170,6 +197,8 @@ class HFModel(Backbone):
         if self.facts.is_part and stored not in self._mapped:
             return True
         constants = (part.stored for name in self._constants for part in self._parts.get(name, ()))
+        if re.search(self._further_blocks, stored):
+            return True
         return stored in constants or any(re.search(pattern, stored) for pattern in self._ignored)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
@@ -178,7 +207,7 @@ class HFModel(Backbone):
         Raises UserError if the checkpoint lacks one.
         """
         with _parameters_on_meta():
-            made = dict(_build(self.facts.content, self.facts.where).named_buffers())
+            made = dict(_build(_content(self.facts), self.facts.where).named_buffers())
         for name, buffer in self.named_buffers():
             to = buffer.device if device is None else torch.device(device)
             value = self._constant(name, made[name]) if name in self._constants else made[name]
@@ -186,7 +215,7 @@ class HFModel(Backbone):
             self.get_submodule(module)._buffers[last] = value.to(to)
 
     def _constant(self, name: str, made: Tensor) -> Tensor:
-        if not self.facts.stored:
+        if not self.facts.stored or detect_fake_mode() is not None:  # a dry run has no values
             return made
         if not (parts := self._parts.get(name)):
             raise UserError(f"{self.facts.folder}: tensor {name!r} is missing; download the checkpoint again")
@@ -214,6 +243,12 @@ class HFModel(Backbone):
         vars(config)["num_hidden_layers"] = len(self.blocks) - len(removed)
         for number in removed:
             delattr(self.blocks, str(number))
+
+
+def _content(facts: HFFacts) -> str:
+    """config.json, with the head tied or not as the stored weights are."""
+    content: dict[str, Any] = json.loads(facts.content)
+    return json.dumps(content | {"tie_word_embeddings": facts.tied})
 
 
 def _of_experts(name: str, layer: nn.Linear, turned: bool) -> Part:
@@ -264,6 +299,7 @@ def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]]
         logit_softcap=softcap,
         logit_divisor=divisor,
         has_sinks=has_sinks,
+        longest_packed_row=_longest_packed_row(config),
         is_recurrent=bool(mixers.find(causal)),
     )
 
@@ -284,23 +320,30 @@ def _build(content: str, where: str) -> Any:
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
         )
-    except (ValueError, ImportError, AttributeError, TypeError) as error:
-        raise UserError(f"{where}: transformers cannot build the model: {error}") from None
+    except Exception as error:  # whatever a model of transformers raises
+        raise UserError(f"{where}: transformers cannot build the model: {_line(error)}") from None
     if not hasattr(causal.config, "num_hidden_layers"):
         raise UserError(f"{where}: {type(causal).__name__} is multimodal, and the file has no text_config")
     own = [*causal.named_parameters(recurse=False), *causal.named_buffers(recurse=False)]
     if own:
         raise UserError(f"{where}: {type(causal).__name__} has {own[0][0]!r} outside of its modules")
-    for module in causal.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if "experts" in dict(module.named_children()):
-            for name in _ROUTER_NAMES:
-                router = getattr(module, name, None)
-                for each in router.modules() if isinstance(router, nn.Module) else ():
-                    if type(each) is nn.Linear:
-                        each.__class__ = Router
+    if getattr(config, "altup_num_inputs", None):
+        raise UserError(
+            f"{where}: {config.model_type!r} changes hidden states in place, which cannot be recomputed"
+        )
+    num_experts = _integer(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+    for name, module in causal.named_modules():
+        parent, last = ["", *str(name).split(".")][-2:]
+        if type(module) is nn.Linear and (
+            "router" in (parent, last) or (last == "gate" and module.out_features == num_experts)
+        ):
+            module.__class__ = Router
     return causal
+
+
+def _line(error: Exception) -> str:
+    """The first line of what transformers says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _body_name(causal: Any, where: str) -> str:
@@ -308,7 +351,10 @@ def _body_name(causal: Any, where: str) -> str:
     head = causal.get_output_embeddings()
     found: list[str] = [name for name, child in causal.named_children() if child is not head]
     if len(found) != 1:
-        raise UserError(f"{where}: {type(causal).__name__} has the parts {found} beside its head")
+        raise UserError(
+            f"{where}: {type(causal).__name__} is no causal decoder of a base model and a linear head (it "
+            f"has {', '.join(found) or 'nothing'} beside its head); such a model cannot be trained"
+        )
     return found[0]
 
 
@@ -365,6 +411,12 @@ def _integer(config: Any, *names: str, default: int) -> int:
     return default
 
 
+def _longest_packed_row(config: Any) -> int | None:
+    """From how many tokens on Llama 4 scales attention by the place in the row, not in the document."""
+    scales = getattr(config, "attn_temperature_tuning", False)
+    return _integer(config, "floor_scale", default=1) if scales else None
+
+
 def _head_dim(blocks: nn.Module) -> int:
     """The largest size of a head that a module of the blocks names; 0: none does."""
     found = [getattr(each, name, 0) for each in blocks.modules() for name in ("head_dim", "qk_head_dim")]
@@ -417,7 +469,10 @@ def _divisor_of_logits(causal: Any, softcap: float | None, where: str) -> float:
     try:
         found = causal(input_ids=torch.zeros(1, len(_PROBES), dtype=torch.int64), use_cache=False).logits
     except Exception as error:  # whatever a model of transformers raises
-        raise UserError(f"{where}: the head of {type(causal).__name__} cannot be tried: {error}") from None
+        raise UserError(
+            f"{where}: {type(causal).__name__} is no causal decoder whose forward calls a base model and "
+            f"then its head ({_line(error)}); such a model cannot be trained"
+        ) from None
     finally:
         causal._modules.update(children)
     divisor = float(raw[0, 0, 0] / found[0, 0, 0])

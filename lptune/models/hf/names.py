@@ -43,6 +43,12 @@ def map_names(
     converters = [each for each in table if isinstance(each, loading.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     known = model.state_dict()
+
+    def whole(name: str, stored: str) -> list[Part]:
+        # The parameter's own shape, so that another one in the file is named.
+        shape = tuple(known[name].shape)
+        return [Part(stored, (0,) * len(shape), shape)]
+
     prefix = model.base_model_prefix
     found: dict[str, list[Part]] = {}
     gathered: dict[str, dict[str, list[str]]] = {}
@@ -50,13 +56,13 @@ def map_names(
         text = _OF_TEXT.sub("", stored) if is_part else stored
         text = f"model.{text}" if text != stored and not text.startswith("lm_head.") else text
         if text in known:
-            found[text] = [Part(stored, (0,) * len(shapes[stored]), shapes[stored])]
+            found[text] = whole(text, stored)
             continue
         name, pattern = loading.rename_source_key(text, renamings, converters, prefix, known)
         if pattern is not None:
             gathered.setdefault(name, {}).setdefault(pattern, []).append(stored)
         elif name in known:
-            found[name] = [Part(stored, (0,) * len(shapes[stored]), shapes[stored])]
+            found[name] = whole(name, stored)
     for name, sources in gathered.items():
         converter = by_pattern[next(iter(sources))]
         boxes = {
@@ -66,6 +72,15 @@ def map_names(
         }
         if name in known:
             found[name] = [_part(box) for box in _follow(name, boxes, converter)]
+            reached = tuple(
+                max(part.start[dim] + part.sizes[dim] for part in found[name])
+                for dim in range(len(found[name][0].sizes))
+            )
+            if reached != tuple(known[name].shape) or len({len(each) for each in boxes.values()}) > 1:
+                raise UserError(
+                    f"model.path: the tensors of {name} have the shape {list(reached)} together, config.json "
+                    f"asks for {list(known[name].shape)}; one is missing, or they do not belong together"
+                )
     return found
 
 

@@ -3,6 +3,7 @@ with packed documents, against transformers' own eager attention on each documen
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,6 +192,70 @@ def test_a_checkpoint_without_a_constant_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(UserError, match=r"e_score_correction_bias' is missing"):
         loaded(tmp_path)
+
+
+def test_a_shape_that_config_json_does_not_ask_for_is_named(tmp_path: Path) -> None:
+    for kind, key in (("olmo3", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")):
+        folder = tmp_path / kind
+        hf_types.causal(kind).save_pretrained(folder)
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | {key: 2 * content[key]}))
+        with pytest.raises(UserError, match="asks for"):
+            checkpoint.read_base(str(folder), print).build_on_meta()
+
+
+def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    hf_types.causal("olmo3", tie_word_embeddings=True).save_pretrained(tmp_path)
+    assert loaded(tmp_path).facts.tied
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = loaded(tmp_path)
+    embedding, head = (model.get_parameter(name) for name in model.facts.word_names)
+    assert torch.equal(head, 2 * embedding)
+
+
+def test_blocks_after_the_last_one_pass_on(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    hf_types.causal("glm4_moe", num_nextn_predict_layers=1).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert loaded(tmp_path).passes_on("model.layers.4.eh_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gemma4_text", {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}),
+        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+        ("phimoe", {"num_local_experts": 4}),  # samples experts in training mode
+    ],
+)
+def test_settings_that_differ_between_layers(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    hf_types.causal(kind, **settings).save_pretrained(tmp_path)
+    model = loaded(tmp_path).train()
+    model.facts.check()
+    tokens_BS = torch.randint(3, 256, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert torch.equal(model(tokens_BS), model(tokens_BS))
+
+
+def test_llama4_scales_attention_by_the_place_in_the_row(tmp_path: Path) -> None:
+    hf_types.causal("llama4_text", floor_scale=30, attn_temperature_tuning=True).save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    with pytest.raises(UserError, match=r"data\.seq_len.*30 at most"):
+        model(torch.ones(2, SEQ_LEN, dtype=torch.int64), bounds())
+
+
+def test_a_check_without_numbers_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_types.causal("olmo3").save_pretrained(tmp_path)
+    facts = models.read_config(tmp_path)
+    monkeypatch.setattr(check, "_alone", lambda model, tokens: torch.full((tokens.shape[1], 64), torch.nan))
+    with pytest.raises(UserError):
+        facts.check()
 
 
 def test_the_check_looks_at_few_words_and_experts_of_a_large_model(tmp_path: Path) -> None:
