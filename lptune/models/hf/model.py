@@ -324,6 +324,10 @@ def _build(content: str, where: str) -> Any:
         raise UserError(f"{where}: transformers cannot build the model: {_line(error)}") from None
     if not hasattr(causal.config, "num_hidden_layers"):
         raise UserError(f"{where}: {type(causal).__name__} is multimodal, and the file has no text_config")
+    if taken := [name for name, _ in causal.named_children() if hasattr(Backbone, name)]:
+        raise UserError(
+            f"{where}: {type(causal).__name__} has a part of the name {taken[0]!r}, which is taken"
+        )
     own = [*causal.named_parameters(recurse=False), *causal.named_buffers(recurse=False)]
     if own:
         raise UserError(f"{where}: {type(causal).__name__} has {own[0][0]!r} outside of its modules")
@@ -467,7 +471,8 @@ def _divisor_of_logits(causal: Any, softcap: float | None, where: str) -> float:
     causal._modules[body_name] = _Between(children[body_name], _Output(last_hidden_state=hidden))
     causal._modules[head_name] = stub
     try:
-        found = causal(input_ids=torch.zeros(1, len(_PROBES), dtype=torch.int64), use_cache=False).logits
+        tokens = torch.zeros(1, len(_PROBES), dtype=torch.int64)
+        found = causal(input_ids=tokens, use_cache=False).logits.view(raw.shape)
     except Exception as error:  # whatever a model of transformers raises
         raise UserError(
             f"{where}: {type(causal).__name__} is no causal decoder whose forward calls a base model and "
