@@ -32,13 +32,18 @@ from tests.helpers.told import only_told
 
 def check(words: str, folder: Path, run: Callable[[], tuple[int, str, str]]) -> None:
     """The contract. run: (exit code, stdout, stderr)."""
-    before = sorted(folder.rglob("*"))
+    before = files_in(folder)
     code, stdout, stderr = run()
     assert (code, stderr.count("\n"), stderr[:7]) == (2, 1, "error: "), f"exit {code}\n{stdout}\n{stderr}"
     # What needs torch to be found comes after the lines that tell what the run does; nothing else is printed.
     assert only_told(stdout), stdout
     assert [each for each in words.split(" | ") if each not in stderr] == [], stderr
-    assert sorted(folder.rglob("*")) == before
+    assert files_in(folder) == before
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All but the code that Python keeps of a recipe that it has read."""
+    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
 def ids(table: list[Any]) -> list[Any]:
