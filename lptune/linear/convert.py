@@ -88,8 +88,11 @@ def convert(
     spec = _for_device(LinearSpec.from_config(precision), device)
     small = _small_layers(spec, device, num_tokens) if precision.skip_small else None
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    # The head of a Backbone has the name lm_head, too, whatever it is called.
+    head = getattr(model, "head", None) if hasattr(model, "facts") else None
+    names = {name: (name, "lm_head") if module is head else (name,) for name, module in linears.items()}
     reasons = {
-        name: _reason_to_skip(name, module, patterns, tied=owners[id(module.weight)] > 1)
+        name: _reason_to_skip(names[name], module, patterns, tied=owners[id(module.weight)] > 1)
         for name, module in linears.items()
     }
     for name, module in linears.items():
@@ -302,13 +305,13 @@ def _check_patterns(patterns: list[str], linears: dict[str, nn.Linear]) -> None:
             raise UserError(f"precision.skip: {pattern!r} matches no linear layer{closest(pattern, parts)}")
 
 
-def _reason_to_skip(name: str, module: nn.Linear, patterns: list[str], tied: bool) -> str | None:
+def _reason_to_skip(names: tuple[str, ...], module: nn.Linear, patterns: list[str], tied: bool) -> str | None:
     if type(module) is not nn.Linear and not num_groups(module):
         return f"a subclass of nn.Linear: {type(module).__name__}"
     if tied:
         return "tied to another module's weight"
     for pattern in patterns:
-        if _matches(name, pattern):
+        if any(_matches(name, pattern) for name in names):
             return f"precision.skip: {pattern}"
     if module.in_features % ALIGNMENT or module.out_features // max(1, num_groups(module)) % ALIGNMENT:
         return f"sizes are not multiples of {ALIGNMENT}"

@@ -194,6 +194,13 @@ def test_a_checkpoint_without_a_constant_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
+def test_a_head_of_another_name_stays_high(tmp_path: Path) -> None:
+    hf_types.config("biogpt").save_pretrained(tmp_path)
+    plan = linear.convert(models.build_on_meta(models.read_config(tmp_path)), "int8_rowcol")
+    reasons = {layer.name: layer.reason for layer in plan.layers if layer.spec is None}
+    assert reasons == {"output_projection": "precision.skip: lm_head"}
+
+
 def test_a_shape_that_config_json_does_not_ask_for_is_named(tmp_path: Path) -> None:
     for kind, key in (("olmo3", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")):
         folder = tmp_path / kind
