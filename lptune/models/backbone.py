@@ -117,8 +117,6 @@ class Backbone(nn.Module, ABC):
 
     facts: Facts
     chunk_loss: ChunkLoss
-    why_not_compiled: str | None = None
-    """Why its blocks cannot be compiled; None: they can."""
 
     @property
     @abstractmethod

@@ -65,6 +65,11 @@ class Facts(ABC):
     def build(self) -> "Backbone":
         """The model, with weights of unspecified values on torch's default device. See `build_on_meta`."""
 
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Why blocks of the model cannot be compiled; None: they can."""
+        return None
+
     def check(self) -> None:  # noqa: B027  (most members have nothing to try)
         """Tries whether the model that is built keeps documents apart, where that is not certain. Called once
         before a run; takes seconds. Raises UserError.

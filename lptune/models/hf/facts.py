@@ -71,6 +71,12 @@ class HFFacts(Facts):
 
         return HFModel(self)
 
+    @property
+    def why_not_compiled(self) -> str | None:
+        """Recurrent layers have other shapes in each batch."""
+        how = "whose shapes depend on the lengths of documents"
+        return f"{self.family!r} has recurrent layers, {how}" if self.is_recurrent else None
+
     def check(self) -> None:
         """Tries a small model of the same config (check.py)."""
         from lptune.models.hf.check import check

@@ -61,10 +61,6 @@ class HFModel(Backbone):
         self.chunk_loss = ChunkLoss(facts.vocab_size, facts.logit_divisor, facts.logit_softcap)
         for mixer in mixers.find(causal):
             mixers.keep_documents_apart(mixer)
-        if facts.is_recurrent:
-            self.why_not_compiled = (
-                f"{facts.family!r} has recurrent layers, whose shapes depend on the lengths of documents"
-            )
         # Its base model would drop all tokens but the last from layers that share keys.
         self._slices = (
             "logits_to_keep" in inspect.signature(type(self.get_submodule(self.body_name)).forward).parameters

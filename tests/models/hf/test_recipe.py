@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from lptune import distributed, models
 from lptune.base.errors import UserError
-from lptune.cli import recipe
+from lptune.cli import preflight, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, load_config
 from lptune.inference import load_model
 from lptune.plan.dry_run import dry_run
@@ -144,6 +144,9 @@ def test_recomputation_changes_no_bit(bases: dict[str, Path], runs: dict[str, Pa
 def test_what_such_a_model_cannot_do_is_one_line(bases: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"compile: 'lfm2_moe' has recurrent layers.*set compile=none"):
         _train(bases["lfm2_moe"], tmp_path, "compiled", "compile=block")
+    config = write_config(tmp_path / "c.yaml", bases["lfm2_moe"], tmp_path / "run")
+    with pytest.raises(UserError, match="set compile=none"):  # before rows are prepared
+        preflight.check_models(load_config(FinetuneConfig, config, ["compile=block"]))
 
 
 def test_a_large_mixture_is_planned(tmp_path: Path) -> None:
