@@ -88,8 +88,8 @@ class Running(NamedTuple):
 
     documents: DocumentBounds | None
     """None: each row is one document."""
-    backend: str
-    """One of models.attention.BACKENDS."""
+    backend: Callable[[torch.dtype], str]
+    """From the dtype of hidden states: one of models.attention.BACKENDS."""
     has_own_bounds: bool
     """Whether rules that transformers makes keep documents apart by themselves, by their positions."""
     past: PastTokens | None = None
@@ -133,6 +133,7 @@ def make_mask(
     kv_length: int,
     mask_function: Rule,
     device: torch.device,
+    dtype: torch.dtype,
     **_: Any,
 ) -> Seen:
     """The mask of one kind of layer. transformers calls it, and passes much that is not needed here."""
@@ -146,7 +147,7 @@ def make_mask(
     if not (state.has_own_bounds and state.documents is not None):
         window, is_plain = _window(mask_function, q_length)
     if is_plain:
-        visible = make_visibility(state.backend, state.documents, batch_size, q_length, window, device)
+        visible = make_visibility(state.backend(dtype), state.documents, batch_size, q_length, window, device)
     else:
         mask_B1SS = _mask(mask_function, state, batch_size, q_length, device)
         visible = Visibility(mask_B1SS=mask_B1SS)

@@ -145,10 +145,13 @@ class HFModel(Backbone):
             arguments["attention_mask"] = torch.ones_like(tokens_BS)
         elif documents is not None:
             arguments["lptune_rows"] = mixers.Rows.of(documents)
-        weight = next(self.blocks.parameters())
-        backend = self.attention_backend(
-            tokens_BS.device, weight.dtype, one_document_per_row=documents is None, seq_len=tokens_BS.shape[1]
-        )
+
+        def backend(dtype: torch.dtype) -> str:
+            is_single, seq_len = documents is None, tokens_BS.shape[1]
+            return self.attention_backend(
+                tokens_BS.device, dtype, one_document_per_row=is_single, seq_len=seq_len
+            )
+
         if past is not None:
             assert lengths_B is not None
             arguments["position_ids"] = past.append(lengths_B, tokens_BS.shape[1])

@@ -143,6 +143,27 @@ def test_the_text_part_of_a_model_that_sees_is_trained_and_the_rest_passes_on(
     assert all("language_model" not in name for name in passed)
 
 
+def test_the_attention_is_chosen_by_the_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP shards weights in float32, and gathers them in bfloat16 after the masks are made."""
+    hf_types.config("olmo3").save_pretrained(tmp_path)
+    model = models.build_on_meta(models.read_config(tmp_path)).to_empty(device="cpu")
+    model.reset_buffers("cpu")
+    model.init_weights(0)
+    found = []
+    real = attention.make_visibility
+    monkeypatch.setattr(
+        attention, "make_visibility", lambda name, *rest: found.append(name) or real(name, *rest)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        tokens = torch.ones(2, SEQ_LEN, dtype=torch.int64)
+        model.embedding.register_forward_hook(lambda *args: args[-1].bfloat16())
+        model(tokens, bounds())
+    assert set(found) == {"documents"}
+    assert model.attention_backend(torch.device("cpu"), torch.float32, seq_len=SEQ_LEN) == "sdpa"
+
+
 @pytest.mark.parametrize("fault", ["mask", "mixer", "window"])
 def test_a_model_whose_documents_leak_is_refused(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
