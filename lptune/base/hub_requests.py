@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lptune.base.errors import UserError
+from lptune.base.text import first_line as plain_line
 
 WAIT_S = 30.0
 """For an answer about a repository; files have HF_HUB_DOWNLOAD_TIMEOUT."""
@@ -71,4 +72,4 @@ def without_secrets(text: str) -> str:
 
 def first_line(error: Exception) -> str:
     """Of its message, `without_secrets`; its type where it has none."""
-    return without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])
+    return without_secrets(plain_line(error))

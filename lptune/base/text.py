@@ -32,6 +32,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says; its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def size_text(num_bytes: float) -> str:
     """A number of bytes as text: `512 B`, `12.3 MB`, in powers of 1000."""
     return _scaled(num_bytes, ("B", "kB", "MB", "GB"))

@@ -18,6 +18,7 @@ Shapes: B batch, S sequence, T = B * S, t tokens of a chunk, H hidden, V vocabul
 """
 
 import functools
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
@@ -291,6 +292,15 @@ def build_on_meta(facts: Builds[ModelT_co]) -> ModelT_co:
     """
     with torch.device("meta"):
         return facts.build()
+
+
+def drawn(name: str, shape: Sequence[int], std: float, seed: int) -> Tensor:
+    """Normal numbers of mean 0 for one parameter: float32, on the CPU. One generator per name, so that
+    neither sharding nor the order of parameters changes a value.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(tuple(shape), device="cpu").normal_(0.0, std, generator=generator)
 
 
 def aliases(model: nn.Module) -> list[list[str]]:

@@ -14,7 +14,6 @@ vocabulary.
 """
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
-from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, TensorPlan
+from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, TensorPlan, drawn
 from lptune.models.cache import KVCache
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.documents import DocumentBounds, Visibility
@@ -318,10 +317,7 @@ class Decoder(Backbone):
         """
         shape = self.get_parameter(name).shape
         is_norm = isinstance(self.get_submodule(name.rpartition(".")[0]), RMSNorm)
-        with torch.device("cpu"):
-            if is_norm or name.endswith(".bias"):
-                return torch.full(shape, 1.0 if is_norm and not self.config.norm_adds_one else 0.0)
-            # One generator per name, so that neither sharding nor the order of parameters changes a value.
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-            return torch.empty(shape).normal_(0.0, self.config.initializer_range, generator=generator)
+        if is_norm or name.endswith(".bias"):
+            value = 1.0 if is_norm and not self.config.norm_adds_one else 0.0
+            return torch.full(shape, value, device="cpu")
+        return drawn(name, shape, self.config.initializer_range, seed)

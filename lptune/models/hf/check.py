@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lptune.base.errors import UserError
+from lptune.base.text import first_line
 from lptune.models.backbone import build_on_meta
 from lptune.models.documents import DocumentBounds
 from lptune.models.hf.facts import HFFacts, quiet
@@ -55,10 +56,9 @@ def check(facts: HFFacts) -> None:
     except UserError:
         raise
     except Exception as error:  # whatever a model of transformers raises
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{facts.where}: {facts.family!r} does not run with lptune's attention and masks ({line}); this "
-            "model cannot be trained"
+            f"{facts.where}: {facts.family!r} does not run with lptune's attention and masks "
+            f"({first_line(error)}); this model cannot be trained"
         ) from None
     if differs:
         raise UserError(
@@ -69,13 +69,9 @@ def check(facts: HFFacts) -> None:
 
 def _model(twin: HFFacts) -> Any:
     """One block of each kind; all where blocks share tensors that are counted by block."""
-    content, kept, kinds = json.loads(twin.content), list[int](), set[Any]()
-    for number, layer in enumerate(twin.layers):
-        shares = content.get("hidden_size_per_layer_input") or content.get("num_kv_shared_layers")
-        if shares or (kind := (layer.kind, layer.window, layer.modules)) not in kinds:
-            kept.append(number)
-            if not shares:
-                kinds.add(kind)
+    content, layers = json.loads(twin.content), list(twin.layers)
+    shares = content.get("hidden_size_per_layer_input") or content.get("num_kv_shared_layers")
+    kept = [n for n, layer in enumerate(layers) if shares or layers.index(layer) == n]
     model = build_on_meta(twin.with_layers(kept)).to_empty(device="cpu")
     model.reset_buffers("cpu")
     return model
@@ -127,6 +123,8 @@ def _difference(model: Any, seed: int) -> float:
         start = 0
         for length in lengths:
             alone_SH = _alone(model, tokens_BS[row : row + 1, start : start + length])
+            if not alone_SH.isfinite().all():  # `max` would leave a NaN out
+                return math.inf
             found_SH = packed_BSH[row, start : start + length]
             worst = max(worst, float((found_SH - alone_SH).abs().max()))
             largest = max(largest, float(alone_SH.abs().max()))

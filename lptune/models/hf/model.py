@@ -14,7 +14,6 @@ model. Buffers that it stores (biases of routers) are constants: read from the c
 exported as they are.
 """
 
-import hashlib
 import inspect
 import json
 import re
@@ -27,10 +26,11 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from lptune.base.errors import UserError
+from lptune.base.text import first_line
 from lptune.models.attention import choose_backend
-from lptune.models.backbone import Backbone, Cache, ChunkLoss, Part
+from lptune.models.backbone import Backbone, Cache, ChunkLoss, Part, drawn
 from lptune.models.documents import DocumentBounds
-from lptune.models.headers import open_tensors, read_index
+from lptune.models.headers import HFIndex, open_tensors, read_index
 from lptune.models.hf import attention, experts, mixers
 from lptune.models.hf.facts import HFFacts, HFLayer, config_of, digest, quiet
 from lptune.models.hf.names import map_names
@@ -74,11 +74,17 @@ class HFModel(Backbone):
             self._parts[f"{name}.weight"] = experts.stacked_parts(parts, size, turned)
         self._mapped = {part.stored for parts in self._parts.values() for part in parts}
         self._constants = [name for name, _ in causal.named_buffers() if name in stored]
-        # Blocks after the last one predict further tokens; transformers leaves them out.
+        self._stored_constants = {
+            part.stored for name in self._constants for part in self._parts.get(name, ())
+        }
+        # What transformers leaves out: by its patterns, and blocks after the last one, which predict further
+        # tokens.
         more = _integer(causal.config, "num_nextn_predict_layers", default=0)
-        numbers = range(len(facts.layers), len(facts.layers) + more)
-        self._further_blocks = rf"\blayers\.({'|'.join(map(str, numbers)) or 'none'})\."
-        self._ignored = tuple(causal._keys_to_ignore_on_load_unexpected or ())
+        further = range(len(facts.layers), len(facts.layers) + more)
+        self._left_out = [
+            *(causal._keys_to_ignore_on_load_unexpected or ()),
+            *(rf"\blayers\.{number}\." for number in further),
+        ]
         if facts.kept is not None:
             kept = set(facts.kept)
             self._remove_blocks(number for number in range(len(self.blocks)) if number not in kept)
@@ -180,12 +186,9 @@ class HFModel(Backbone):
         a standard deviation of 1 / sqrt(columns), biases 0, other vectors 1.
         """
         shape = self.get_parameter(name).shape
-        with torch.device("cpu"):
-            if len(shape) < 2:
-                return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
-            digest_ = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest_[:8], "little") >> 1)
-            return torch.empty(shape).normal_(0.0, shape[-1] ** -0.5, generator=generator)
+        if len(shape) < 2:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
+        return drawn(name, shape, shape[-1] ** -0.5, seed)
 
     def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts as transformers loads them; without a checkpoint, one of the same name."""
@@ -195,10 +198,7 @@ class HFModel(Backbone):
         """Whether `stored` is a constant, or one of the tensors that transformers leaves out by name."""
         if self.facts.is_part and stored not in self._mapped:
             return True
-        constants = (part.stored for name in self._constants for part in self._parts.get(name, ()))
-        if re.search(self._further_blocks, stored):
-            return True
-        return stored in constants or any(re.search(pattern, stored) for pattern in self._ignored)
+        return stored in self._stored_constants or any(re.search(each, stored) for each in self._left_out)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Computes buffers as transformers does, and reads the constants from the checkpoint.
@@ -207,18 +207,21 @@ class HFModel(Backbone):
         """
         with _parameters_on_meta():
             made = dict(_build(_content(self.facts), self.facts.where).named_buffers())
+        # A dry run has no values.
+        reads = self._constants and self.facts.stored and detect_fake_mode() is None
+        index = read_index(self.facts.folder) if reads else None
         for name, buffer in self.named_buffers():
             to = buffer.device if device is None else torch.device(device)
-            value = self._constant(name, made[name]) if name in self._constants else made[name]
+            value = made[name]
+            if index is not None and name in self._constants:
+                value = self._constant(name, value, index)
             module, _, last = name.rpartition(".")
             self.get_submodule(module)._buffers[last] = value.to(to)
 
-    def _constant(self, name: str, made: Tensor) -> Tensor:
-        if not self.facts.stored or detect_fake_mode() is not None:  # a dry run has no values
-            return made
+    def _constant(self, name: str, made: Tensor, index: HFIndex) -> Tensor:
         if not (parts := self._parts.get(name)):
             raise UserError(f"{self.facts.folder}: tensor {name!r} is missing; download the checkpoint again")
-        index, (part,) = read_index(self.facts.folder), parts
+        (part,) = parts
         file = self.facts.folder / index.tensors[part.stored].file
         value: Tensor = open_tensors(file).get_tensor(part.stored)
         if value.shape != made.shape:
@@ -320,7 +323,7 @@ def _build(content: str, where: str) -> Any:
             experts_implementation=experts.NAME,
         )
     except Exception as error:  # whatever a model of transformers raises
-        raise UserError(f"{where}: transformers cannot build the model: {_line(error)}") from None
+        raise UserError(f"{where}: transformers cannot build the model: {first_line(error)}") from None
     if not hasattr(causal.config, "num_hidden_layers"):
         raise UserError(f"{where}: {type(causal).__name__} is multimodal, and the file has no text_config")
     if taken := [name for name, _ in causal.named_children() if hasattr(Backbone, name)]:
@@ -342,11 +345,6 @@ def _build(content: str, where: str) -> Any:
         ):
             module.__class__ = Router
     return causal
-
-
-def _line(error: Exception) -> str:
-    """The first line of what transformers says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _body_name(causal: Any, where: str) -> str:
@@ -475,7 +473,7 @@ def _divisor_of_logits(causal: Any, softcap: float | None, where: str) -> float:
     except Exception as error:  # whatever a model of transformers raises
         raise UserError(
             f"{where}: {type(causal).__name__} is no causal decoder whose forward calls a base model and "
-            f"then its head ({_line(error)}); such a model cannot be trained"
+            f"then its head ({first_line(error)}); such a model cannot be trained"
         ) from None
     finally:
         causal._modules.update(children)
