@@ -249,3 +249,11 @@ def test_opcheck() -> None:
     ):
         tests = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(op.default, args, test_utils=tests)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_makes_its_scale_nan_after_a_rotation_too(dtype: torch.dtype, bad: float) -> None:
+    x = _matrix((65, 33), dtype)
+    x[5, 7] = bad
+    assert kernels.quantize_rows(x, "int8", rotated=True).scale_M1.isnan().nonzero()[:, 0].tolist() == [5]

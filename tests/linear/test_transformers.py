@@ -250,3 +250,15 @@ def test_what_is_only_added_or_looked_up_is_no_weight_of_a_product() -> None:
     # Without a config, all experts count; a frozen weight has no grad_weight.
     assert uses == {"mix": 4.0 * 64 * 64, "experts": 6.0 * 4 * 64 * 64, "conv.weight": 6.0 * 64 * 64 * 3}
     assert [other["shape"] for other in plan.to_json()["others"]][1] == [4, 64, 64]
+
+
+def test_the_low_precision_share_of_a_mixture_counts_its_experts() -> None:
+    model = _mixture("qwen3_moe", experts_implementation="eager")
+    plan = linear.convert(model, "int8_rowcol")
+    tokens = torch.randint(0, 128, (1, 24))
+    with linear.verify_step(model, plan, num_passes=1) as verified:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    low = sum(layer.in_features * layer.out_features for layer in plan.converted)
+    fraction = 2.0 * 3 * low / plan.flops_per_token
+    assert verified.low_precision_flops_fraction == pytest.approx(fraction)
+    assert fraction < 0.5  # of the linear layers alone it is 0.83

@@ -1,6 +1,9 @@
 """Delayed scaling: which amaxes decide a scale, and that the history survives what it has to."""
 
+import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from torch import Tensor, nn
 
 from lptune import linear, numerics
 from lptune.config import PrecisionConfig
+from lptune.kernels import LIVE
+from lptune.linear.steps.delayed import HISTORY
 from tests.proofs import noise
 
 CPU = torch.device("cpu")
@@ -232,3 +237,62 @@ def test_other_kinds_have_no_state() -> None:
     with scaling.step():
         _gradients(model, *_batch())
     assert scaling.state() == {}
+
+
+def test_without_histories_it_refuses() -> None:
+    model, _ = _model(DELAYED)
+    with pytest.raises(
+        RuntimeError, match=r"float8_delayed needs its amax histories: make low = linear\.LowPrecision"
+    ):
+        model(_batch()[0])
+
+
+def test_a_copy_has_no_part_in_the_histories_of_the_original() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    copied = copy.deepcopy(model)
+    with scaling.step():
+        with pytest.raises(RuntimeError, match="a copy of a converted model has none"):
+            copied(_batch()[0])
+        assert linear.unconvert(copied) == 1
+        _gradients(model, *_batch())
+
+
+def test_a_model_that_is_gone_leaves_no_histories_behind() -> None:
+    model, plan = _model(DELAYED)
+    scaling = weakref.ref(linear.DelayedScaling(plan, CPU))
+    (layer,) = plan.converted
+    assert layer.number is not None
+    state = LIVE[layer.number]
+    assert state.amaxes is not None
+    assert state.amax_source is scaling()
+    del model, state
+    gc.collect()
+    assert LIVE.get(layer.number) is None
+    assert scaling() is None
+
+
+def test_a_backward_outside_of_a_step_is_refused_and_an_evaluation_is_not() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    out = model(_batch()[0])
+    with pytest.raises(RuntimeError, match=r"within `with low\.step\(step, num_passes\):`"):
+        out.sum().backward()
+    with scaling.step():
+        model(_batch()[0]).sum().backward()
+
+
+def test_an_outlier_is_forgotten_after_its_history() -> None:
+    model, plan = _model(DELAYED)
+    scaling = linear.DelayedScaling(plan, CPU)
+    x, g = _batch()
+    with scaling.step():
+        _gradients(model, 1000 * x, g)
+    errors = []
+    for _ in range(HISTORY + 1):
+        with scaling.step():
+            output = _gradients(model, x / 1000, g)[0]
+        errors.append(noise.relative_error(output, x.double() / 1000 @ model[0].weight.double().t()))
+    # A millionth of the scale's amax is below half of e4m3's smallest number: nothing is left of x.
+    assert min(errors[:HISTORY]) == 1.0
+    assert errors[HISTORY] < 0.05

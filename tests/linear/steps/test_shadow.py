@@ -214,3 +214,39 @@ def test_a_nan_that_only_low_precision_makes_is_the_worst_error(monkeypatch: pyt
     found = errors(model, low, batch(1))
     assert found["first"].output_sqnr_db == NOT_FINITE_DB == found["first"].worst_sqnr_db
     assert found["second"].worst_sqnr_db == math.inf  # its x is not finite, in high precision either
+
+
+def test_gradients_that_are_there_stay() -> None:
+    model, _, low = made(precision("int8_rowcol"))
+    loss_of(model, batch(1)).backward()
+    kept = {name: (parameter.grad, parameter.grad.clone()) for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    errors(model, low, batch(2))
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is kept[name][0]
+        assert torch.equal(parameter.grad, kept[name][1])  # type: ignore[arg-type]
+
+
+def test_a_frozen_layer_has_no_gradient_to_compare() -> None:
+    model, _, low = made(precision("int8_rowcol"))
+    model.first.weight.requires_grad_(False)
+    found = errors(model, low, batch(1))
+    assert found["first"].grad_weight_sqnr_db == math.inf
+    assert found["first"].output_sqnr_db < 60
+    assert found["second"].grad_weight_sqnr_db < 60
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1.0, 1e25])
+def test_an_error_does_not_depend_on_the_size_of_the_numbers(factor: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False))
+    low = linear.LowPrecision(model, linear.convert(model, precision("int8_rowcol")), verify=False)
+    x_TK, g_TN = torch.randn(T, 64), torch.randn(T, 32)
+    found = list[LayerErrors]()
+    for size in (1.0, factor):
+        shadow = ShadowPass(model, low.plan)
+        with shadow.comparing():
+            shadow.backward((model(x_TK) * (g_TN * size)).sum())
+        found.append(shadow.by_layer()["0"])
+    # Both sizes are no powers of two, so rounding to float32 (2^-24 each) may flip a rounding to 8 bits.
+    assert found[1][:3] == pytest.approx(found[0][:3], abs=0.01)
+    assert 30 < found[0].worst_sqnr_db < 50

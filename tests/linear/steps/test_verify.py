@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lptune import linear
 from lptune.config import PRECISION_KINDS, PrecisionConfig
+from lptune.kernels import record_gemms
+from lptune.kernels.record import note
 from tests.helpers.slow import slow_but
 
 INT8 = PrecisionConfig(kind="int8_rowcol")
@@ -281,3 +283,154 @@ def test_what_a_copy_of_the_model_runs_does_not_hide_a_fall_back_of_the_original
         _step(copied, 1)
     with pytest.raises(linear.PrecisionNotAppliedError, match="layer 2: output was to run"):
         _update(model)
+
+
+def test_a_layer_that_became_plain_is_named() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    low = model[4]
+    low.forward = lambda x: nn.functional.linear(x, low.weight, low.bias)
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 4: output"),
+        linear.verify_step(model, plan, 2),
+    ):
+        _step(model)
+
+
+def test_a_fall_back_in_one_of_two_passes_is_named() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+
+    def two_passes() -> None:
+        _step(model, 1)
+        linear.unconvert(model)
+        _step(model, 1)
+
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 0: output"),
+        linear.verify_step(model, plan, 2),
+    ):
+        two_passes()
+
+
+def test_a_recomputation_in_one_of_two_passes_is_named() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+
+    def passes() -> None:
+        checkpoint(model, torch.randn(8, 32, requires_grad=True), use_reentrant=False).sum().backward()
+        _step(model, 1)
+
+    with (
+        pytest.raises(
+            linear.PrecisionNotAppliedError, match=r"layer 0: recomputation of output .* ran 1 times"
+        ),
+        linear.verify_step(model, plan, 2),
+    ):
+        passes()
+
+
+def test_another_model_does_not_hide_a_fall_back() -> None:
+    policy, reference = _model(), _model()
+    plan = linear.convert(policy, INT8)
+    linear.convert(reference, INT8)
+    policy[0].spec = policy[0].spec._replace(output="high")  # type: ignore[type-var]
+
+    def both() -> None:
+        reference(torch.randn(24, 32))
+        _step(policy, 1)
+
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="layer 0: output"),
+        linear.verify_step(policy, plan, 1),
+    ):
+        both()
+
+
+def test_verifications_can_be_nested() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    with linear.verify_step(model, plan, 1) as outer, linear.verify_step(model, plan, 1) as inner:
+        _step(model, 1)
+    assert outer == inner
+
+
+def test_a_model_freed_while_a_gemm_is_counted_hides_no_count() -> None:
+    # The garbage collector may run in any line, and it ends the recording of a model that never trained.
+    with contextlib.ExitStack() as of_a_freed_model:
+        of_a_freed_model.enter_context(record_gemms())
+
+        class Handle:
+            def __getitem__(self, _: int) -> int:
+                of_a_freed_model.close()
+                return 7
+
+        with record_gemms() as executed:
+            note(Handle(), 0)  # type: ignore[arg-type]
+            note(Handle(), 1)  # type: ignore[arg-type]
+    assert executed == {(7, 0): 1, (7, 1): 1}
+
+
+def test_frozen_layers_need_no_grad_weight() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    model[2].weight.requires_grad_(False)
+    with linear.verify_step(model, plan, 2) as verified:
+        _step(model)
+    assert verified.num_gemms == (3 * 3 - 1) * 2
+    assert verified.low_precision_flops_fraction == 1.0  # of the FLOPs that the step has
+
+
+def test_the_fraction_counts_what_stayed_high() -> None:
+    model = _model()
+    plan = linear.convert(model, dataclasses.replace(INT8, grad_weight="high"), skip=["4"])
+    with linear.verify_step(model, plan, 2) as verified:
+        _step(model)
+    # The first layer's grad_input is no need of training: nothing trained stands before it.
+    low, all_ = 32 * 48 + 2 * 48 * 32, 2 * 32 * 48 + 3 * (48 * 32 + 32 * 16)
+    assert verified.low_precision_flops_fraction == pytest.approx(low / all_)
+
+
+def test_it_leaves_other_hooks_of_an_optimizer_alone() -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    model, called = _model(), list[str]()
+    linear.convert(model, INT8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: called.append("own"))
+    handle = register_optimizer_step_pre_hook(lambda *_: called.append("global"))
+    try:
+        _step(model, 1)
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert sorted(called) == ["global", "own"]
+
+
+def test_a_model_that_fails_does_not_stop_the_updates_of_another() -> None:
+    broken, sound = _model(), _model()
+    for model in (broken, sound):
+        linear.convert(model, INT8)
+    broken[2].spec = broken[2].spec._replace(output="high")  # type: ignore[type-var]
+    _step(broken, 1)
+    _update(sound)
+
+
+def test_inputs_that_need_a_gradient_in_some_calls_only_are_no_fall_back() -> None:
+    layer = nn.Linear(32, 32)
+    linear.convert(layer, INT8)
+    h = torch.zeros(8, 32)
+    for _ in range(3):  # a recurrent layer: the first state needs no gradient
+        h = layer(h).tanh()
+    h.sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+def test_a_number_of_passes_that_does_not_divide_is_no_contradiction() -> None:
+    model = _model()
+    plan = linear.convert(model, INT8)
+    with (
+        pytest.raises(linear.PrecisionNotAppliedError, match="equally often in each of 2 passes, and ran 3"),
+        linear.verify_step(model, plan, 2),
+    ):
+        _step(model, 3)

@@ -447,3 +447,60 @@ def test_a_copy_of_the_model_is_refused(world: distributed.World) -> None:
     model, _ = _model(world, _execution(None))
     with pytest.raises(TypeError, match="cannot be copied after parallelize"):
         copy.deepcopy(model)
+
+
+def test_an_update_is_seen_though_fused_kernels_count_no_write(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None))
+    tokens_BS = _tokens(model, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for _ in range(3):
+        loss = model(tokens_BS, None, tokens_BS)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_freezing_later(world: distributed.World) -> None:
+    model, _ = _model(world, _execution(None))
+    tokens_BS = _tokens(model, 0)
+    model(tokens_BS, None, tokens_BS).backward()
+    model.zero_grad()
+    frozen = model.model.layers[0].self_attn.q_proj.weight
+    frozen.requires_grad_(False)
+    model(tokens_BS, None, tokens_BS).backward()
+    assert frozen.grad is None
+    assert sum(each.grad is None for each in model.parameters()) == 1
+    frozen.requires_grad_(True)
+    model(tokens_BS, None, tokens_BS).backward()
+    assert frozen.grad is not None
+
+
+def test_a_last_micro_batch_without_backward_keeps_no_old_weights(world: distributed.World) -> None:
+    execution = _execution(None)
+    model, plan = _model(world, execution)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    low, tokens_BS = linear.LowPrecision(model, plan, optimizer, world=world), _tokens(model, 0)
+    losses = []
+    for step in range(3):
+        with low.step(step, 1):
+            for number in distributed.accumulate(model, range(2), world, execution, low):
+                if number == 0:
+                    loss = model(tokens_BS, None, tokens_BS)
+                    loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_a_parameter_that_replaces_another_after_forward_stays(world: distributed.World) -> None:
+    model, tokens_BS = _Own(lambda logits: logits), torch.arange(20).view(2, 10)
+    distributed.parallelize(model, world, _execution(None))
+    model(tokens_BS)  # without a backward
+    model.head.weight = new = nn.Parameter(torch.zeros(50, 16))
+    model(tokens_BS).sum().backward()
+    assert model.head.weight is new
+    assert new.grad is not None
