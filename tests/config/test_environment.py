@@ -11,7 +11,7 @@ import pytest
 
 from lptune.base.errors import UserError
 from lptune.config import FinetuneConfig, load_config, to_yaml
-from tests.config.test_load import leaves
+from tests.config.test_load import BASE, leaves, load
 
 NAME = "LPTUNE_TEST_SECRET"
 READ = f"${{oc.env:{NAME}}}"
@@ -123,3 +123,20 @@ def test_a_number_and_a_choice_may_come_from_the_environment(
     }.items():  # fmt: skip
         monkeypatch.setenv(NAME, choice)
         load_around(tmp_path, key, READ)
+
+
+def test_short_values_garble_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME, "a")
+    with pytest.raises(UserError, match=r"data\.text_column: Interpolation key 'no\.key' not found"):
+        load(tmp_path, BASE, f"output_dir={READ}", "data.text_column=${no.key}")
+
+
+def test_a_key_beside_one_that_reads_the_environment_may_refer_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, SECRET)
+    text = BASE + f"output_dir: 'r-{READ}'\nlogging: {{wandb_project: 'ft-${{precision.kind}}'}}\n"
+    cfg = load(tmp_path, text)
+    assert (cfg.output_dir, cfg.logging.wandb_project) == (f"r-{SECRET}", "ft-none")
+    cfg = load(tmp_path, BASE, f"data.source=[a,'{READ}']", "data.eval_source=${data.source}")
+    assert cfg.data.eval_source == ("a", SECRET)

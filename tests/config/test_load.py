@@ -360,3 +360,62 @@ def test_a_changed_config_has_what_differs_and_loads_as_the_changed_config(tmp_p
     arguments = [*overrides, "precision.kind=int8_rowcol", "precision.skip=[lm_head,k_proj]"]
     assert new == load_config(FinetuneConfig, given, arguments)
     assert new.output_dir == "runs/x-int8_rowcol"
+
+
+@pytest.mark.parametrize(
+    ("text", "blamed"),
+    [
+        ("seed: 1\noutput_dir: r-${oc.${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
+        ("output_dir: r-${${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
+        ("output_dir: r-${oc.env:${data.prompt_column}}", "output_dir"),
+        ("output_dir: r-${oc.env:LPTUNE_TEST_${seed}}", "output_dir"),
+        (
+            "data: {text_column: '\\${oc.', split: 'env:LPTUNE_TEST_SECRET}'}\noutput_dir: '${oc.decode:${data.text_column}${data.split}}'",
+            "output_dir",
+        ),
+        ("data: {system_prompt: 'say ${oc.env:LPTUNE_TEST_SECRET}'}", "data.system_prompt"),
+        (
+            "data: {chat_template: '{{ 1 }}${output_dir}'}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'",
+            "data.chat",
+        ),
+        (
+            "data: {source: [{source: a.jsonl, system_prompt: '${oc.env:LPTUNE_TEST_SECRET}'}]}",
+            "data.source.system_prompt",
+        ),
+        ("precision: ${parallel}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'", "precision"),
+        (
+            "seed: ${oc.env:LPTUNE_TEST_SECRET}",
+            "seed: must be an integer, found '${oc.env:LPTUNE_TEST_SECRET}'",
+        ),
+        (
+            "precision: {kind: '${oc.env:LPTUNE_TEST_SECRET}'}",
+            "precision.kind: '${oc.env:LPTUNE_TEST_SECRET}' is not",
+        ),
+    ],
+)
+def test_the_environment_is_read_by_name_alone_and_never_into_a_text_that_is_kept(
+    text: str, blamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    arguments = ["data.prompt_column=env"] if "prompt_column" in text else []
+    with pytest.raises(UserError) as raised:
+        load(
+            tmp_path,
+            OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text))),
+            *arguments,
+        )
+    assert blamed in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("secret", ["x" * 60 + "y" * 93, "a\\b'c", "kéy\u00a0" * 40])
+@pytest.mark.parametrize("key", ["seed", "precision.kind"])
+def test_no_part_of_a_value_of_the_environment_is_in_an_error(
+    secret: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", secret)
+    with pytest.raises(UserError) as raised:
+        load(tmp_path, BASE, key + "=${oc.env:LPTUNE_TEST_SECRET}")
+    assert "${oc.env:LPTUNE_TEST_SECRET}" in str(raised.value)
+    for written in (secret, repr(secret)[1:-1]):
+        assert written[:5] not in str(raised.value)

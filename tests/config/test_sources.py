@@ -180,3 +180,14 @@ def test_one_file_may_be_read_in_two_ways(folder: Path) -> None:
     ways = [SourceConfig(source="shards/b.jsonl", response_column=name) for name in ("chosen", "answer")]
     check_sources("data.source", ways)
     check_sources("data.source", [SourceConfig(source="a/b", split=split) for split in ("x", "y")])
+
+
+def test_values_of_the_environment_in_a_list_are_written_to_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+    for key in ("data.source", "data.eval_source"):
+        cfg = load(tmp_path, BASE, f"{key}=[x, '${{oc.env:LPTUNE_TEST_SECRET}}']")
+        assert "s3cret" in str(cfg)
+        assert "s3cret" not in to_yaml(cfg)
+        assert load(tmp_path, to_yaml(cfg)) == cfg
