@@ -1,13 +1,14 @@
 """Times compiled training steps of the recipe with a model of real shape: tokens/s, MFU, memory of each kind.
 
-    python benchmarks/steps.py [--preset llama3_2/1b] [--label LABEL]... [--minutes 9] [--json FILE]
-                               [--work FOLDER] [--override KEY=VALUE]... [--profile LABEL]...
+    python benchmarks/steps.py [--preset llama3_2/1b | --config FILE] [--label LABEL]... [--minutes 9]
+                               [--json FILE] [--work FOLDER] [--override KEY=VALUE]... [--profile LABEL]...
 
 A label is a kind, `torchao KIND`, or a kind with a trial setting: `int8_rowcol + cudnn_attention` (a name of
 LPTUNE_TRY, or key=value). Each label is one run of recipes/full_finetune.py in its own process, forked from a
 process that has imported torch. torchao uses the same recipe, with torchao's conversion in place of ours.
 Weights are random and the text is synthetic, which does not change the time of a step. No weight is read or
-written: the checkpoint's file is a header and a hole, and runs neither save nor export.
+written: the checkpoint's file is a header and a hole, and runs neither save nor export. --config names the
+config.json of any model, in place of a preset; --layers gives it so many.
 
 Figures are medians of the steps after the fourth. --profile adds the share of each kernel in later steps.
 `planned` is the peak that `lptune plan` predicts (for eager blocks; compiled blocks should need less), from
@@ -17,6 +18,7 @@ time left than the fastest of the others took.
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -39,6 +41,7 @@ from planned import Setting, peak_gib  # benchmarks/planned.py
 
 from lptune import checkpoint, distributed, linear, models, training
 from lptune.base.errors import UserError
+from lptune.checkpoint.adapter import region
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, load_config
 from lptune.hardware.trials import TRIALS
@@ -65,8 +68,8 @@ LABELS = [
 WARM_UP, TIMED, PROFILED = 4, 8, 1
 KEYS = ("tokens_per_s", "step_time_s", "mfu", "bf16_mfu", "peak_memory_gib", "low_precision_flops_fraction")
 KERNELS = {
-    "8-bit GEMM": r"scaled_mm_kernel|hopper_kernel|block_mm_kernel|_scaled_mm|_int_mm|scaled_mm\b",
-    "quantizer": r"^(rows_kernel|amax_kernel|store_kernel|quantize_)|lptune::quantize|lptune::cast",
+    "8-bit GEMM": r"scaled_mm_kernel|grouped_(mm|outer)_kernel|hopper_kernel|block_mm_kernel|_scaled_mm|_int_mm|scaled_mm\b",
+    "quantizer": r"^(rows_kernel|grouped_columns_kernel|amax_kernel|store_kernel|quantize_)|lptune::quantize|lptune::cast",
     "attention": r"flash|fmha|attention|cudnn.*sdpa",
     "optimizer": r"adam",
     "bf16 GEMM": r"nvjet|gemm|cutlass|xmma|aten::(mm|addmm|bmm)",
@@ -76,11 +79,16 @@ KERNELS = {
 """What kernels and operators are for, by their names; the first that matches."""
 
 
-def prepare(work: Path, preset: str, *, layers: int | None = None) -> tuple[Path, Path]:
+def prepare(
+    work: Path, preset: str, *, layers: int | None = None, config: Path | None = None
+) -> tuple[Path, Path]:
     """Makes (checkpoint, text) under `work`, once. The weights of the checkpoint are a hole in a file.
 
     layers: makes a model with so many layers and the tokenizer's own small vocabulary; None: the preset's.
+    config: a config.json that takes the preset's place; it keeps its own vocabulary.
     """
+    if config is not None:
+        return _prepare_config(work, config, layers)
     family, _, size = preset.partition("/")
     tiny, folder, text = work / "tokenizer", work / preset.replace("/", "-"), work / "text.jsonl"
     work.mkdir(parents=True, exist_ok=True)
@@ -105,12 +113,33 @@ def prepare(work: Path, preset: str, *, layers: int | None = None) -> tuple[Path
     return folder, text
 
 
-def _write_hollow(model: torch.nn.Module, path: Path) -> None:
+def _prepare_config(work: Path, config: Path, layers: int | None) -> tuple[Path, Path]:
+    tokenizer, text = prepare(work, "llama3_2/tiny")
+    content = _json(config)
+    if layers is not None:
+        content["num_hidden_layers"] = layers
+        if "layer_types" in content:
+            content["layer_types"] = content["layer_types"][:layers]
+    folder = work / config.parent.name
+    folder.mkdir(exist_ok=True)
+    for file in tokenizer.glob("*.json"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    _write_hollow(models.build_on_meta(models.read_config(folder)), folder / "model.safetensors")
+    return folder, text
+
+
+def _write_hollow(model: models.Backbone, path: Path) -> None:
     """Writes a safetensors file of the model's tensors in bfloat16 that takes only a page of disk."""
-    header, end = {}, 0
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        begin, end = end, end + 2 * parameter.numel()
-        header[name] = {"dtype": "BF16", "shape": list(parameter.shape), "data_offsets": [begin, end]}
+        for part in model.stored_as(name, tuple(parameter.shape)):
+            ends = tuple(each.stop for each in region(part))
+            shapes[part.stored] = tuple(map(max, ends, shapes.get(part.stored, ends)))
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -369,6 +398,8 @@ def profile_lines(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--preset", default="llama3_2/1b")
+    arguments.add_argument("--config", type=Path, help="a config.json, in place of a preset")
+    arguments.add_argument("--layers", type=int, help="with --config: so many layers")
     arguments.add_argument("--label", action="append", help="those of LABELS if none is given")
     arguments.add_argument("--minutes", type=float, default=9.0, help="start no further label after them")
     arguments.add_argument("--work", type=Path, default=Path("runs/steps"))
@@ -379,7 +410,7 @@ def main() -> int:
     # For the children, which inherit it. A run that nearly fills the card needs it.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     deadline = time.monotonic() + 60 * args.minutes
-    folder, text = prepare(args.work.absolute(), args.preset)
+    folder, text = prepare(args.work.absolute(), args.preset, layers=args.layers, config=args.config)
     common = [*common_overrides(folder, text), *args.override]
     setting = Setting(args.preset, tuple(args.override))
     has_torchao = (
@@ -392,7 +423,7 @@ def main() -> int:
     preload = ["steps", "torch._dynamo"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     with Results(args.json, preset=args.preset, overrides=common, not_run=[]) as results:
-        print(f"{args.preset}, torch {torch.__version__}, {device_name()}")
+        print(f"{args.config or args.preset}, torch {torch.__version__}, {device_name()}")
         print(" ".join(common[2:]))
         print(
             f"{'':<38}{'tokens/s':>10}{'of 1st':>9}{'MFU':>7}{'bf16 MFU':>10}{'GiB':>7}{'planned':>9}"
@@ -404,7 +435,8 @@ def main() -> int:
                 results.content["not_run"].append(label)
                 continue
             on_gpu = torch.cuda.is_available()  # the plans are those of a GPU
-            peak = peak_gib(setting, label) if on_gpu and not label.startswith("torchao ") else None
+            planned = on_gpu and args.config is None and not label.startswith("torchao ")
+            peak = peak_gib(setting, label) if planned else None
             profiled = label in args.profile
             row = one(label, common, args.work.absolute(), left_s, profiled, args.timed)
             row = results.add(**row, planned_gib=peak)
