@@ -28,9 +28,9 @@ Calls = dict[str, Callable[[], object]]
 
 
 def layer_call(
-    kind: str, num_groups: int, x_SK: torch.Tensor, g_SN: torch.Tensor, ends_E: torch.Tensor
+    kind: str, num_groups: int, x_SK: torch.Tensor, g_SN: torch.Tensor, ends_E: torch.Tensor, most: int
 ) -> Calls:
-    """Forward and backward of a layer of `kind`."""
+    """Forward and backward of a layer of `kind`. most: no group has more rows."""
     with torch.device(device_type()):
         layers = torch.nn.Sequential(GroupedLinear(num_groups, x_SK.shape[1], g_SN.shape[1]).bfloat16())
     torch.nn.init.normal_(layers[0].weight, std=0.02)
@@ -41,7 +41,7 @@ def layer_call(
 
     def run() -> None:
         x_SK.grad = layers[0].weight.grad = None
-        layers[0](x_SK, ends_E).backward(g_SN)
+        layers[0](x_SK, ends_E, most).backward(g_SN)
 
     return {"layer": run}
 
@@ -56,7 +56,7 @@ def high_gemms(w_RK: torch.Tensor, x_SK: torch.Tensor, g_SN: torch.Tensor, ends_
 
 
 def low_gemms(
-    fmt: str, w_RK: torch.Tensor, x_SK: torch.Tensor, g_SN: torch.Tensor, ends_E: torch.Tensor
+    fmt: str, w_RK: torch.Tensor, x_SK: torch.Tensor, g_SN: torch.Tensor, ends_E: torch.Tensor, most: int
 ) -> Calls:
     """The three GEMMs on 8-bit operands, and the quantizers of x and of W."""
     bf16 = torch.bfloat16
@@ -68,7 +68,7 @@ def low_gemms(
         "output": lambda: mm(x[0], w[0], x[1], w[1], ends_E, bf16, _LAYER, 0, by_rows=True),
         "grad_input": lambda: mm(g[0], w[0], g[1], None, ends_E, bf16, _LAYER, 1, by_rows=False),
         "grad_weight": lambda: outer(
-            g_columns[0], x_columns[0], g_columns[1], x_columns[1], ends_E, bf16, _LAYER
+            g_columns[0], x_columns[0], g_columns[1], x_columns[1], ends_E, bf16, _LAYER, most=most
         ),
         "rows of x": lambda: kernels.quantize_rows(x_SK, fmt),
         "columns of x": lambda: kernels.quantize_grouped_columns(x_SK, fmt, ends_E),
@@ -93,8 +93,11 @@ def main() -> None:
             w = torch.randn(num_groups * n, k, device=device).bfloat16() * 0.02
             print(f"{tokens} tokens x {top_k}, {num_groups} experts, {k} to {n}: ms (TFLOP/s)")
             for kind in ("none", *(args.kind or KINDS)):
-                calls = high_gemms(w, x, g, ends) if kind == "none" else low_gemms(FMT[kind], w, x, g, ends)
-                calls = layer_call(kind, num_groups, x, g, ends) | calls
+                if kind == "none":
+                    calls = high_gemms(w, x, g, ends)
+                else:
+                    calls = low_gemms(FMT[kind], w, x, g, ends, tokens)
+                calls = layer_call(kind, num_groups, x, g, ends, tokens) | calls
                 ms = {name: median_ms([call]) for name, call in calls.items()}
                 results.add(shape=[tokens, top_k, num_groups, k, n], kind=kind, ms=ms)
                 flops = 2e-9 * tokens * top_k * k * n

@@ -30,7 +30,6 @@ LABELS_3B = (
 LABELS_8B = ("int8_rowcol", "none", "int8_weight_only")
 VARIANTS = (
     "int8_rowcol",
-    "int8_rowcol + large_loss_chunks",
     # cuDNN attention needs rows of one document, so its baseline is not packed either.
     "int8_rowcol + data.packing=false",
     "int8_rowcol + data.packing=false + cudnn_attention",

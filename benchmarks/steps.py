@@ -68,8 +68,8 @@ LABELS = [
 WARM_UP, TIMED, PROFILED = 4, 8, 1
 KEYS = ("tokens_per_s", "step_time_s", "mfu", "bf16_mfu", "peak_memory_gib", "low_precision_flops_fraction")
 KERNELS = {
-    "8-bit GEMM": r"scaled_mm_kernel|grouped_(mm|outer)_kernel|hopper_kernel|block_mm_kernel|_scaled_mm|_int_mm|scaled_mm\b",
-    "quantizer": r"^(rows_kernel|grouped_columns_kernel|amax_kernel|store_kernel|quantize_)|lptune::quantize|lptune::cast",
+    "8-bit GEMM": r"(scaled_mm|grouped_mm|grouped_outer|hopper|block_mm)_kernel|_scaled_mm|_int_mm|scaled_mm",
+    "quantizer": r"^((rows|amax|store|grouped_columns)_kernel|quantize_)|lptune::quantize|lptune::cast",
     "attention": r"flash|fmha|attention|cudnn.*sdpa",
     "optimizer": r"adam",
     "bf16 GEMM": r"nvjet|gemm|cutlass|xmma|aten::(mm|addmm|bmm)",

@@ -14,8 +14,8 @@ def test_nothing_is_tried_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPTUNE_TRY", "cudnn_attention, large_loss_chunks,")
-    assert {name for name in TRIALS if tries(name)} == {"cudnn_attention", "large_loss_chunks"}
+    monkeypatch.setenv("LPTUNE_TRY", "cudnn_attention, fa3_attention,")
+    assert {name for name in TRIALS if tries(name)} == {"cudnn_attention", "fa3_attention"}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ Function = TypeVar("Function", bound=Callable[..., object])
 TRIALS = {
     "cublaslt_rowwise": "float8_rowwise: backward GEMMs by cuBLASLt (Hopper, CUDA 12.9), not lptune's kernel",
     "cublaslt_blocks": "float8_blockwise: GEMMs by cuBLASLt (Hopper, CUDA 12.9), not lptune's kernel",
-    "large_loss_chunks": "on CUDA: 4 times as many logits at once in the loss, for more memory",
     "cudnn_attention": "on CUDA, where every row is one document: attention by cuDNN, not flash attention 2",
     "fa3_attention": "attention by flash attention 3, where its package is installed",
     "grouped_varlen": "torch 2.11: key heads are handed to flash attention as they are, not repeated",

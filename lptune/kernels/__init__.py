@@ -14,7 +14,13 @@ from lptune.kernels.delayed import (
     quantize_delayed,
     quantize_delayed_both_ways,
 )
-from lptune.kernels.grouped import group_of_rows, grouped_mm, grouped_outer, quantize_grouped_columns
+from lptune.kernels.grouped import (
+    grouped_mm,
+    grouped_outer,
+    in_runs,
+    quantize_grouped_columns,
+    quantize_grouped_rows,
+)
 from lptune.kernels.layout import transposed_copy
 from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
@@ -88,9 +94,9 @@ __all__ = [
     "dequantize_rotated",
     "expect_gather",
     "gathered_bytes",
-    "group_of_rows",
     "grouped_mm",
     "grouped_outer",
+    "in_runs",
     "k_major",
     "emulated_bfloat16",
     "handle_of_part",
@@ -105,6 +111,7 @@ __all__ = [
     "quantize_delayed",
     "quantize_delayed_both_ways",
     "quantize_grouped_columns",
+    "quantize_grouped_rows",
     "quantize_mx",
     "quantize_mx_rows_and_columns",
     "quantize_packed_rows",

@@ -3,10 +3,18 @@
 import torch
 from torch import Tensor
 
+RUN = 128
+"""The rows of a step of a contraction (triton/grouped.py)."""
+
 
 def stored(q_MK: Tensor, transposed: bool = False) -> Tensor:
     """`q_MK` stored row by row, or if `transposed` column by column; itself if it is stored so."""
     return transposed_copy(q_MK) if transposed else q_MK.contiguous()
+
+
+def run_rows(num_rows: int, num_groups: int) -> int:
+    """The most rows that `num_rows` of so many groups take if each group begins at a multiple of RUN."""
+    return (num_rows + num_groups * (RUN - 1)) // RUN * RUN
 
 
 def transposed_copy(q_MK: Tensor) -> Tensor:

@@ -25,16 +25,18 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
 
     num_groups: int
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
-        """(S, K) -> (S, N) in x's dtype. x: compute dtype. ends: int32 (E,), the last is S."""
+    def forward(self, x: Tensor, ends: Tensor, most: int | None = None) -> Tensor:  # type: ignore[override]
+        """(S, K) -> (S, N) in x's dtype. x: compute dtype. ends: int32 (E,), the last is S. most: no group
+        has more rows (the number of tokens, if each token's experts differ); None: a group may have all.
+        """
         x, weight_RK = autocast(x), local_part(self.weight)
-        return self._multiply(x, weight_RK, self.handle, ends=ends)
+        return self._multiply(x, weight_RK, self.handle, ends=ends, most=most)
 
     def _multiply(  # type: ignore[override]
-        self, x: Tensor, weight_NK: Tensor, handle: Tensor, *, ends: Tensor
+        self, x: Tensor, weight_NK: Tensor, handle: Tensor, *, ends: Tensor, most: int | None
     ) -> Tensor:
         out_SN: Tensor = _GroupedGemms.apply(  # type: ignore[no-untyped-call]
-            x, weight_NK, ends, handle, self.spec
+            x, weight_NK, ends, handle, self.spec, most
         )
         return out_SN
 
@@ -42,11 +44,17 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
 class _GroupedGemms(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor, spec: LinearSpec
+        ctx: Any,
+        x_SK: Tensor,
+        w_RK: Tensor,
+        ends_E: Tensor,
+        layer: Tensor,
+        spec: LinearSpec,
+        most: int | None,
     ) -> Tensor:
         weight_RK = compute_weight(w_RK, x_SK.dtype)
         out_SN, saved = spec.kind.grouped_forward(spec, x_SK, weight_RK, ends_E, layer)
-        ctx.spec = spec
+        ctx.spec, ctx.most = spec, most
         ctx.save_for_backward(w_RK, ends_E, layer, *(saved if ctx.needs_input_grad[1] else ()))
         return out_SN
 
@@ -56,6 +64,6 @@ class _GroupedGemms(torch.autograd.Function):
         weight_RK = compute_weight(w_RK, g_SN.dtype)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         gx_SK, gw_RK = ctx.spec.kind.grouped_backward(
-            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs_x, needs_w
+            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs_x, needs_w, ctx.most
         )
-        return gx_SK, gw_RK, None, None, None
+        return gx_SK, gw_RK, None, None, None, None

@@ -207,8 +207,11 @@ class Kind(ABC):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
+        most: int | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `backward`; the arguments are those of `grouped_forward`."""
+        """As `backward`; the arguments are those of `grouped_forward`. most: no group has more rows; None: a
+        group may have all.
+        """
         raise ValueError(self.why_not_grouped(spec))
 
     # --- What the plan says.

@@ -21,8 +21,10 @@ class GroupedLinear(nn.Linear):
         super().__init__(in_features, num_groups * out_features, bias=False)
         self.num_groups = num_groups
 
-    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
-        """(S, K) -> (S, N). ends: int32 (E,), where the rows of each group end; the last is S."""
+    def forward(self, x: Tensor, ends: Tensor, most: int | None = None) -> Tensor:  # type: ignore[override]
+        """(S, K) -> (S, N). ends: int32 (E,), where the rows of each group end; the last is S. most: no group
+        has more rows, for the converted layer that takes this one's place.
+        """
         if (planned_device_type() or x.device.type) == "cuda" and x.dtype != torch.bfloat16:
             raise UserError("compute_dtype: experts run in bfloat16 on GPUs; set it to bfloat16")
         w_ENK = self.weight.unflatten(0, (self.num_groups, -1))

@@ -142,10 +142,12 @@ def calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
 
 
 def grouped_calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
-    """The functions of grouped layers, whose launches are not made again: they have the number of rows."""
+    """The functions of grouped layers."""
     where, sa, sb = torch.zeros(4, dtype=torch.int32), torch.ones(64, 1), torch.ones(512, 1)
-    a, b, g = int8(64, 256), int8(512, 256), int8(64, 128)
-    f8 = [each.to(torch.float8_e4m3fn) for each in (matrix(64, 256), matrix(512, 256), matrix(64, 128))]
+    a, b = int8(64, 256), int8(512, 256)
+    f8 = [each.to(torch.float8_e4m3fn) for each in (a, b)]
+    x_runs, g_runs = int8(256, 512).t(), int8(128, 512).t()
+    f8_runs = [each.to(torch.float8_e4m3fn) for each in (g_runs, x_runs)]
     of_a, of_b = torch.ones(4, 128), torch.ones(4, 256)
 
     def mm(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, where: Tensor) -> Tensor:
@@ -157,12 +159,17 @@ def grouped_calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
     return {
         "grouped_mm": (mm, [a, b, sa, sb, where]),
         "grouped_mm, float8": (mm, [f8[0], f8[1], sa, sb, where]),
-        "grouped_outer": (outer, [g, a, of_a, of_b, where]),
-        "grouped_outer, float8": (outer, [f8[2], f8[0], of_a, of_b, where]),
+        "grouped_outer": (outer, [g_runs, x_runs, of_a, of_b, where]),
+        "grouped_outer, float8": (outer, [*f8_runs, of_a, of_b, where]),
         "grouped columns": (
             lambda x, m, where: grouped.quantize_grouped_columns(x, "int8", where, m, False),
             [matrix(64, 256), sa, where],
         ),
+        "grouped rows": (
+            lambda x, m, where: by_row.quantize_rows(x, m, "int8", False, False, ends_E=where),
+            [matrix(64, 256), of_b, where],
+        ),
+        "turned": (lambda w: grouped.turned(w, 4), [b]),
     }
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import triton
 from packaging.version import Version
+from torch import Tensor
 
 Case = TypeVar("Case")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,3 +72,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.view(as_integers), b.view(as_integers))
+
+
+def rounding_of_a_float8_sum(magnitudes: Tensor, length: int) -> Tensor:
+    """What |out - exact| of a float8 GEMM may be at most, for each element of out in float32.
+
+    Products of float8 numbers are exact in float32. Adding `length` of them in float32, in any order, errs by
+    less than length * 2**-24 of the sum of their magnitudes; the two scales round once each, 2**-24 of the
+    result. Hopper's tensor core keeps 13 bits behind the largest addend: of each instruction's 32 products
+    and accumulator it cuts off less than 2**-13 of their sum, and 4 instructions make the 128 products after
+    which the sum moves to float32.
+    """
+    in_tensor_core = 0.0 if INTERPRETED else 4 * 33 * 2.0**-13
+    return magnitudes * ((length + 2) * 2.0**-24 + in_tensor_core)

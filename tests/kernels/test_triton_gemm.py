@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from tests.helpers.triton_device import DEVICE, INTERPRETED, poisoned_outputs, same_bits
+from tests.helpers.triton_device import (
+    DEVICE,
+    INTERPRETED,
+    poisoned_outputs,
+    rounding_of_a_float8_sum,
+    same_bits,
+)
 
 from lptune.kernels.triton import again, gemm, launch  # isort: skip  # only once there is a device
 
@@ -189,17 +195,7 @@ def _float8(m: int, k: int, n: int, dtypes: tuple[torch.dtype, torch.dtype]) -> 
 
 
 def _bound(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    """What |out - exact| may be at most, for each element of out in float32.
-
-    Products of float8 numbers are exact in float32. Adding K of them in float32, in any order, errs by less
-    than K * 2**-24 of the sum of their magnitudes; the two scales round once each, 2**-24 of the result.
-    Hopper's tensor core keeps 13 bits behind the largest addend: of each instruction's 32 products and
-    accumulator it cuts off less than 2**-13 of their sum, and 4 instructions make the 128 products after
-    which the sum moves to float32.
-    """
-    magnitudes = a.double().abs() @ b.double().abs() * scale
-    k, in_tensor_core = a.shape[1], 0.0 if INTERPRETED else 4 * 33 * 2.0**-13
-    return magnitudes * ((k + 2) * 2.0**-24 + in_tensor_core)
+    return rounding_of_a_float8_sum(a.double().abs() @ b.double().abs() * scale, a.shape[1])
 
 
 @needs_float8

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import models
 from lptune.distributed.compilation import compile_chunk_loss
+from lptune.hardware.planned import planned_for
 from lptune.models import chunks, summed_cross_entropy
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.loss import SummedCrossEntropy, is_number
@@ -280,3 +281,11 @@ def test_another_trained_tensor_in_a_later_chunk_is_found() -> None:
 
     in_chunks(of_chunk, [hidden_TH], 4, max_logits=16, parameters=[weight_HV]).backward()
     assert factor.grad == 4 * hidden_TH[4:].sum()
+
+
+@pytest.mark.parametrize(("name", "times"), [("NVIDIA H100 80GB HBM3", 4), ("NVIDIA L40S", 1), (None, 4)])
+def test_a_gpu_with_much_memory_takes_larger_chunks(name: str | None, times: int) -> None:
+    device = torch.device("cpu")
+    assert chunks.max_logits_per_chunk(device) == chunks.MAX_LOGITS_PER_CHUNK
+    with planned_for("cuda", name=name):
+        assert chunks.max_logits_per_chunk(device) == times * chunks.MAX_LOGITS_PER_CHUNK

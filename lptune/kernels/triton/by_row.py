@@ -41,10 +41,12 @@ def rows_kernel(
     multiplier_ptr,
     q_ptr,
     scale_ptr,
+    ends_ptr,
     K,
     stride_m,
     q_stride_m,
     scale_stride_m,
+    E,
     ROUNDED_TO: tl.constexpr,
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
@@ -55,13 +57,19 @@ def rows_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     ROTATED: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     """Quantizes one row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once. ROTATED:
     K and BLOCK_K are multiples of 128.
 
     ROUNDED_TO: as for `round_input`. SCALE_WIDTH: the floats of a row's scale; all but the first become 0.
+    GROUPS: a power of two, at least E: the multiplier is that of the row's group, (E, K); 0: there is one.
     """
     row = tl.program_id(0).to(tl.int64)
+    if GROUPS:
+        groups = tl.arange(0, GROUPS)
+        ends = tl.load(ends_ptr + groups, mask=groups < E, other=2**31 - 1)
+        multiplier_ptr += tl.sum((ends <= row).to(tl.int64)) * K
     x_ptr += row * stride_m
     q_ptr += row * q_stride_m
     columns = tl.arange(0, BLOCK_K)
@@ -97,6 +105,7 @@ def quantize_rows(
     rounded_to: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     rotated: bool = False,
+    ends_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_rows`: reads x once; twice if `transposed` or if x is not stored row by row.
 
@@ -105,18 +114,22 @@ def quantize_rows(
 
     out: int8 q and scale to write to, of an x that is not empty and stored row by row. Their rows may be any
     distance apart. A scale may have several columns: the first is the scale, the others become 0.
+
+    ends_E: where groups of rows end; the multiplier is then (E, K). Only of an x that is stored row by row.
     """
     m, k = x_MK.shape
     if rotated and (transposed or x_MK.stride(1) != 1 or k % 128):
         x_MK, rounded_to, rotated = rotate(x_MK, rounded_to, torch.float32), None, False
     if transposed or x_MK.stride(1) != 1 or m == 0 or k == 0:
         assert out is None
+        assert ends_E is None or m == 0 or k == 0
         x_MK = x_MK if rounded_to is None else x_MK.to(rounded_to)
         q, scale, _, _ = in_two_phases(x_MK, fmt, power_of_two, 2, False, multiplier_1K, None, transposed)
         return q, scale
     q, scale = out or (empty_q(x_MK, False), x_MK.new_empty(m, 1, dtype=torch.float32))
-    tensors = (x_MK, vector(multiplier_1K, x_MK), q, scale)
-    numbers = (k, x_MK.stride(0), q.stride(0), scale.stride(0))
+    tensors = (x_MK, vector(multiplier_1K, x_MK), q, scale, ends_E)
+    num_groups = 0 if ends_E is None else len(ends_E)
+    numbers = (k, x_MK.stride(0), q.stride(0), scale.stride(0), num_groups)
     options = (x_MK.dtype, tensors[1].dtype, fmt, power_of_two, multiplier_1K is None, rounded_to, rotated)
     key = ("rows", x_MK.get_device(), m, *numbers, *options, scale.shape[1])
     if not again.again(key, tensors):
@@ -133,6 +146,7 @@ def quantize_rows(
             "BLOCK_K": block_k,
             "HELD": held,
             "ROTATED": rotated,
+            "GROUPS": triton.next_power_of_2(num_groups) if num_groups else 0,
         }
         rows = Launch(rows_kernel, (m,), len(tensors), numbers, constants, rows_num_warps(block_k))
         again.first(key, [rows], tensors)

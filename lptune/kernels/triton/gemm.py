@@ -222,7 +222,7 @@ def scaled_mm(
     scale_a, scale_b = (None if s is None else s.contiguous() for s in (scale_a_M1, scale_b_1N))
     kinds = _kind(scale_a, m), _kind(scale_b, n)
     strides = a.stride(0), b_NK.stride(0)
-    tensors = (a, b_NK, out_MN, scale_a, scale_b)
+    tensors = (a, b_NK, out_MN, scale_a, scale_b, None)  # no places of groups
     dtypes = [None if each is None else each.dtype for each in tensors]
     key = ("scaled_mm", a.get_device(), m, n, k, *strides, *kinds, *dtypes, tokens_contracted)
     chosen = config is not None or tma is not None
@@ -242,7 +242,7 @@ def scaled_mm(
                 hopper.hopper_kernel,
                 (min(num_programs, num_tiles),),
                 len(tensors),
-                (m, n, k),
+                (m, n, k, 1),
                 constants,
                 config.num_warps,
                 described=hopper.describe(config),
@@ -250,7 +250,7 @@ def scaled_mm(
         return Launch(
             scaled_mm_kernel,
             (min(num_programs, num_tiles),),
-            len(tensors),
+            5,
             (m, n, k, *strides),
             {
                 "SCALE_A": kinds[0],

@@ -95,10 +95,11 @@ def describe(config: HopperConfig) -> tuple[Describe, Describe]:
 
 
 def constants(
-    config: HopperConfig, kinds: tuple[int, int], num_programs: int, promote: bool
+    config: HopperConfig, kinds: tuple[int, int], num_programs: int, promote: bool, grouped: int = 0
 ) -> dict[str, Any]:
     """The constants of `hopper_kernel`. kinds: of the scales, as `scaled_mm_kernel` has them."""
     return {
+        "GROUPED": grouped,
         "PROMOTE": promote,
         "SCALE_A": kinds[0],
         "SCALE_B": kinds[1],
@@ -117,9 +118,12 @@ def hopper_kernel(
     out_ptr,
     scale_a_ptr,
     scale_b_ptr,
+    places_ptr,
     M,
     N,
     K,
+    E,
+    GROUPED: gl.constexpr,
     SCALE_A: gl.constexpr,
     SCALE_B: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -131,6 +135,8 @@ def hopper_kernel(
 ):
     """a: (M, K), b: (N, K), descriptors; out: (M, N) row by row. Otherwise as `scaled_mm_kernel`.
 
+    GROUPED: 0 one GEMM; of E groups, whose places grouped.py writes: 1 a (M, K), b (E * N, K), out (M, N),
+    2 a (M, K), b (N, K) in runs of a group's columns, out (E * M, N).
     PROMOTE: adds the sums of every step to others in float32; only with two groups.
     """
     # `empty` counts two groups, of which one would never arrive.
@@ -150,16 +156,20 @@ def hopper_kernel(
     mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
     tiles_m, tiles_n, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(N, BLOCK_N), gl.cdiv(K, STEP_K)
+    if GROUPED == 1:
+        tiles_m = gl.load(places_ptr)
+    elif GROUPED == 2:
+        tiles_m *= E
     ring = (a_ring, b_ring, full, empty)
-    tiles = (tiles_m, tiles_n, steps)
-    results = (out_ptr, scale_a_ptr, scale_b_ptr, M, N)
+    tiles = (tiles_m, tiles_n, steps, M, N, E, places_ptr)
+    results = (out_ptr, scale_a_ptr, scale_b_ptr)
     kinds: gl.constexpr = (SCALE_A, SCALE_B, PROMOTE)
-    sizes: gl.constexpr = (NUM_PROGRAMS, NUM_WARPS, NUM_STAGES, NUM_GROUPS, GROUP_M)
+    sizes: gl.constexpr = (NUM_PROGRAMS, NUM_WARPS, NUM_STAGES, NUM_GROUPS, GROUP_M, GROUPED)
     if NUM_GROUPS == 1:
         gl.warp_specialize(
             [
                 (_multiply, (ring, turns, tiles, results, kinds, sizes, 0)),
-                (_load, (a, b, ring, tiles, NUM_PROGRAMS, NUM_STAGES, GROUP_M)),
+                (_load, (a, b, ring, tiles, sizes)),
             ],
             [1],
             [24],
@@ -169,7 +179,7 @@ def hopper_kernel(
             [
                 (_multiply, (ring, turns, tiles, results, kinds, sizes, 0)),
                 (_multiply, (ring, turns, tiles, results, kinds, sizes, 1)),
-                (_load, (a, b, ring, tiles, NUM_PROGRAMS, NUM_STAGES, GROUP_M)),
+                (_load, (a, b, ring, tiles, sizes)),
             ],
             [NUM_WARPS, 1],
             [232, 24],
@@ -177,27 +187,64 @@ def hopper_kernel(
 
 
 @gluon.jit
-def _load(a, b, ring, tiles, NUM_PROGRAMS: gl.constexpr, NUM_STAGES: gl.constexpr, GROUP_M: gl.constexpr):
+def _place(
+    tile, tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, GROUPED: gl.constexpr
+):
+    """Of tile number `tile`: (its first row of a, of b, its first step, the number of its steps), (its first
+    row of out, the end of its group's rows, its first column, its first scale of b).
+    """
+    tiles_m, tiles_n, steps, M, N, E, places_ptr = tiles
+    tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
+    start_n = tile_n * BLOCK_N
+    row_a, row_b, first, end = tile_m * BLOCK_M, start_n, tile_m * 0, M
+    row_out, scale_b = row_a, start_n
+    if GROUPED == 1:
+        entry = places_ptr + 1 + 2 * E + 3 * tile_m
+        row_a, end = gl.load(entry + 1), gl.load(entry + 2)
+        row_b = gl.load(entry) * N + start_n
+        row_out, scale_b = row_a, row_b
+    elif GROUPED == 2:
+        tiles_of_group = gl.cdiv(M, BLOCK_M)
+        group = tile_m // tiles_of_group
+        row_a = tile_m % tiles_of_group * BLOCK_M
+        first, steps = gl.load(places_ptr + 1 + 2 * group), gl.load(places_ptr + 2 + 2 * group)
+        row_out, end, scale_b = group * M + row_a, group * M + M, group * N + start_n
+    return (row_a, row_b, first, steps), (row_out, end, start_n, scale_b)
+
+
+@gluon.jit
+def _steps_of(tile, tiles, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, GROUPED: gl.constexpr):
+    """The number of steps of tile number `tile`, of any if there is no such tile."""
+    tiles_m, tiles_n, steps, M = tiles[0], tiles[1], tiles[2], tiles[3]
+    if GROUPED == 2:
+        tile_m = tile_of(min(tile, tiles_m * tiles_n - 1), tiles_m, tiles_n, GROUP_M)[0]
+        steps = gl.load(tiles[6] + 2 + 2 * (tile_m // gl.cdiv(M, BLOCK_M)))
+    return steps
+
+
+@gluon.jit
+def _load(a, b, ring, tiles, SIZES: gl.constexpr):
     """Loads the tiles of a and b, step after step, each into the next stage of the ring once it is empty."""
     a_ring, b_ring, full, empty = ring
-    tiles_m, tiles_n, steps = tiles
+    tiles_m, tiles_n = tiles[0], tiles[1]
+    NUM_PROGRAMS: gl.constexpr = SIZES[0]
+    NUM_STAGES: gl.constexpr = SIZES[2]
+    GROUP_M: gl.constexpr = SIZES[4]
+    GROUPED: gl.constexpr = SIZES[5]
     BLOCK_M: gl.constexpr = a.block_type.shape[0]
     BLOCK_N: gl.constexpr = b.block_type.shape[0]
     STEP_K: gl.constexpr = a.block_type.shape[1]
-    loads = steps * 0
+    loads = tiles_n * 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        for step in range(steps):
+        place = _place(tile, tiles, BLOCK_M, BLOCK_N, GROUP_M, GROUPED)
+        row_a, row_b, first, steps = place[0]
+        for step in range(first, first + steps):
             stage, lap = loads % NUM_STAGES, loads // NUM_STAGES
             mbarrier.wait(empty.index(stage), (lap & 1) ^ 1)  # passes at once in the first lap
             mbarrier.expect(full.index(stage), a.block_type.nbytes + b.block_type.nbytes)
             # Beyond the end the TMA loads zeros.
-            tma.async_copy_global_to_shared(
-                a, [tile_m * BLOCK_M, step * STEP_K], full.index(stage), a_ring.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                b, [tile_n * BLOCK_N, step * STEP_K], full.index(stage), b_ring.index(stage)
-            )
+            tma.async_copy_global_to_shared(a, [row_a, step * STEP_K], full.index(stage), a_ring.index(stage))
+            tma.async_copy_global_to_shared(b, [row_b, step * STEP_K], full.index(stage), b_ring.index(stage))
             loads += 1
 
 
@@ -205,7 +252,7 @@ def _load(a, b, ring, tiles, NUM_PROGRAMS: gl.constexpr, NUM_STAGES: gl.constexp
 def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.constexpr, GROUP: gl.constexpr):
     """Multiplies and stores what is this group's (0 or 1): its tiles; with PROMOTE its rows of all tiles."""
     a_ring, b_ring, full, empty = ring
-    tiles_m, tiles_n, steps = tiles
+    tiles_m, tiles_n, N = tiles[0], tiles[1], tiles[4]
     SCALE_A: gl.constexpr = KINDS[0]
     SCALE_B: gl.constexpr = KINDS[1]
     PROMOTE: gl.constexpr = KINDS[2]
@@ -214,6 +261,7 @@ def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.conste
     NUM_STAGES: gl.constexpr = SIZES[2]
     NUM_GROUPS: gl.constexpr = SIZES[3]
     GROUP_M: gl.constexpr = SIZES[4]
+    GROUPED: gl.constexpr = SIZES[5]
     TURNS: gl.constexpr = 1 if PROMOTE else NUM_GROUPS  # groups that have every n-th tile
     INT8: gl.constexpr = a_ring.dtype == gl.int8
     BLOCK_M: gl.constexpr = a_ring.shape[1]
@@ -223,15 +271,16 @@ def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.conste
         version=[3, 0], warps_per_cta=[NUM_WARPS, 1], instr_shape=[16, INSTRUCTION_N, 32]
     )
     turn: gl.constexpr = 0 if PROMOTE else GROUP
-    uses = steps * turn
-    laps = steps * 0  # tiles that this group has begun
-    first = gl.program_id(0) + turn * NUM_PROGRAMS
-    for tile in range(first, tiles_m * tiles_n, NUM_PROGRAMS * TURNS):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP_M)
-        start_m, start_n = tile_m * BLOCK_M, tile_n * BLOCK_N
+    uses = _steps_of(gl.program_id(0), tiles, BLOCK_M, GROUP_M, GROUPED) * turn
+    laps = tiles_n * 0  # tiles that this group has begun
+    first_tile = gl.program_id(0) + turn * NUM_PROGRAMS
+    for tile in range(first_tile, tiles_m * tiles_n, NUM_PROGRAMS * TURNS):
+        place = _place(tile, tiles, BLOCK_M, BLOCK_N, GROUP_M, GROUPED)
+        steps = place[0][3]
+        row, end, start_n, of_b = place[1]
         sums = gl.zeros((ROWS, BLOCK_N), dtype=gl.int32 if INT8 else gl.float32, layout=layout)
         if PROMOTE:
-            start_m += GROUP * ROWS
+            row += GROUP * ROWS
             for _ in range(steps):
                 stage = uses % NUM_STAGES
                 mbarrier.wait(full.index(stage), (uses // NUM_STAGES) & 1)
@@ -259,24 +308,28 @@ def _multiply(ring, turns, tiles, results, KINDS: gl.constexpr, SIZES: gl.conste
             if TURNS == 2:
                 mbarrier.arrive(turns.index(1 - GROUP))
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(pending,))
-            mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES))
-            uses += steps * (TURNS - 1)  # those of the other group's tile
-        _store(sums, results, start_m, start_n, SCALE_A, SCALE_B, layout, NUM_WARPS)
+            mbarrier.arrive(empty.index((uses + NUM_STAGES - 1) % NUM_STAGES), pred=steps > 0)
+            if TURNS == 2:  # those of the other group's tile
+                uses += _steps_of(tile + NUM_PROGRAMS, tiles, BLOCK_M, GROUP_M, GROUPED)
+        _store(sums, results, row, end, start_n, of_b, N, SCALE_A, SCALE_B, layout, NUM_WARPS)
 
 
 @gluon.jit
 def _store(
     sums,
     results,
-    start_m,
+    row,
+    end,
     start_n,
+    of_b,
+    N,
     SCALE_A: gl.constexpr,
     SCALE_B: gl.constexpr,
     layout: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):
-    """Scales and stores the sums of a tile, which the threads have by `layout`."""
-    out_ptr, scale_a_ptr, scale_b_ptr, M, N = results
+    """Scales and stores the sums of a tile, which the threads have by `layout`. end: of its rows."""
+    out_ptr, scale_a_ptr, scale_b_ptr = results
     stored: gl.constexpr = _stored_layout(sums.shape[0], sums.shape[1], NUM_WARPS)
     if out_ptr.dtype.element_ty == gl.int32:
         out = sums
@@ -284,21 +337,22 @@ def _store(
         # In the order of the reference: sums * scale_a first.
         out = sums.to(gl.float32)
         if SCALE_A == 2:
-            rows = start_m + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
-            out = out * gl.load(scale_a_ptr + rows, mask=rows < M, other=0.0)[:, None]
+            rows = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, layout))
+            out = out * gl.load(scale_a_ptr + rows, mask=rows < end, other=0.0)[:, None]
         elif SCALE_A == 1:
             out = out * gl.load(scale_a_ptr)
         if SCALE_B == 2:
-            columns = start_n + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
-            out = out * gl.load(scale_b_ptr + columns, mask=columns < N, other=0.0)[None, :]
+            columns = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, layout))
+            inside = start_n + columns < N
+            out = out * gl.load(scale_b_ptr + of_b + columns, mask=inside, other=0.0)[None, :]
         elif SCALE_B == 1:
             out = out * gl.load(scale_b_ptr)
         out = out.to(out_ptr.dtype.element_ty)
     out = gl.convert_layout(out, stored)
-    rows = start_m + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, stored))
+    rows = row + gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, stored))
     columns = start_n + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, stored))
     at = out_ptr + rows.to(gl.int64)[:, None] * N + columns[None, :]
-    gl.store(at, out, mask=(rows < M)[:, None] & (columns < N)[None, :])
+    gl.store(at, out, mask=(rows < end)[:, None] & (columns < N)[None, :])
 
 
 @gluon.constexpr_function

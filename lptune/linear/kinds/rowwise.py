@@ -41,13 +41,14 @@ from lptune.kernels import (
     Packed,
     Quantized,
     dequantize_rotated,
-    group_of_rows,
     grouped_mm,
     grouped_outer,
+    in_runs,
     k_major,
     quantize_columns,
     quantize_columns_stochastic,
     quantize_grouped_columns,
+    quantize_grouped_rows,
     quantize_packed_rows,
     quantize_rows,
     quantize_rows_and_columns,
@@ -198,6 +199,7 @@ class Rowwise(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
+        most: int | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Kind. W's scales are folded into g, for each row those of its group; columns have a scale for
         each group.
@@ -208,8 +210,7 @@ class Rowwise(Kind):
         elif needs_grad_input:
             w = _weight_rows(spec, w_RK)
             scale_EN = w.scale_M1.view(len(ends_E), -1)
-            folded_SN = g_SN.float() * scale_EN[group_of_rows(ends_E, len(g_SN))]
-            g = quantize_rows(folded_SN, spec.grad_fmt, power_of_two=spec.power_of_two)
+            g = quantize_grouped_rows(g_SN, spec.grad_fmt, scale_EN, ends_E, power_of_two=spec.power_of_two)
             gx_SK = grouped_mm(
                 g.q_MK,
                 w.q_MK,
@@ -235,12 +236,22 @@ class Rowwise(Kind):
                 power_of_two=spec.power_of_two,
             )
             x_scale_EK = None
-            if not folded:
+            if folded:
+                xq_SK = in_runs(xq_SK, ends_E)
+            else:
                 xq_SK, x_scale_EK = quantize_grouped_columns(
                     xq_SK, spec.fmt, ends_E, power_of_two=spec.power_of_two
                 )
             gw_RK = grouped_outer(
-                columns.q_MK, xq_SK, columns.scale_1K, x_scale_EK, ends_E, dtype, layer, emulate=emulate
+                columns.q_MK,
+                xq_SK,
+                columns.scale_1K,
+                x_scale_EK,
+                ends_E,
+                dtype,
+                layer,
+                most=most,
+                emulate=emulate,
             )
             gw_RK = rotate(gw_RK, dtype) if spec.rotated else gw_RK
         return gx_SK, gw_RK

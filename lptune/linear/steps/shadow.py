@@ -208,7 +208,7 @@ class _Layer:
                 found = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight, alone)
             else:
                 found = kind.grouped_backward(
-                    spec, g_TN, weight_NK, ends, saved, handle, True, needs_grad_weight
+                    spec, g_TN, weight_NK, ends, saved, handle, True, needs_grad_weight, None
                 )
             gx_TK, gw_NK = found
         exact_nonzero = {name: tensor.count_nonzero() for name, tensor in exact.items()}

@@ -90,11 +90,12 @@ def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     x_SH = hidden_states[order_S // num_chosen]
     up = self.gate_up_proj if self.has_gate else self.up_proj
     ends_E = ends_of_groups(chosen_S, up.num_groups)
-    up_S = up(x_SH, ends_E)
+    most = len(hidden_states)  # a token's experts differ
+    up_S = up(x_SH, ends_E, most)
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         up_S = up_S + bias[chosen_S]
-    out_SH = self.down_proj(self._apply_gate(up_S) if self.has_gate else self.act_fn(up_S), ends_E)
+    out_SH = self.down_proj(self._apply_gate(up_S) if self.has_gate else self.act_fn(up_S), ends_E, most)
     if self.has_bias:
         out_SH = out_SH + self.down_proj_bias[chosen_S]
     if getattr(self, "has_post_expert_norm", False):
