@@ -98,6 +98,8 @@ def parallelize(
         # If attention is recomputed, torch 2.13 saves its random state (used or not) in the wrong place among
         # the values that a compiled graph keeps for backward: next to the mesh of a DTensor.
         mode = "full but attention"
+    elif mode == "full" and cfg.compile != "none":
+        mode = "full, compiled"
     # A Backbone draws nothing, but a copy of a recipe may add dropout, whose masks the compiler keeps itself.
     checkpoint_activations(each, mode, keeps_random_state=backbone is None or cfg.compile == "none")
     # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
@@ -219,9 +221,9 @@ def checkpoint_activations(
 ) -> None:
     """Makes backward recompute the forward of `blocks`, in place. Call it before `compile_forward`.
 
-    mode: `full` recomputes all, `full but attention` all but attention, `selective` all but GEMMs, attention
-    and sums over ranks, `none` nothing. keeps_random_state: recompute with the random numbers of forward, for
-    blocks with dropout.
+    mode: `full` recomputes all (`full, compiled` is the same for the compiler), `full but attention` all but
+    attention, `selective` all but GEMMs, attention and sums over ranks, `none` nothing. keeps_random_state:
+    recompute with the random numbers of forward, for blocks with dropout.
     """
     if mode == "none":
         return
@@ -238,7 +240,11 @@ def checkpoint_activations(
 def _checkpointed(cls: Any, mode: str, keeps_random_state: bool) -> type[nn.Module]:
     """A subclass of `cls` with a checkpointed forward. A wrapper module would change parameter names."""
 
-    contexts = {"selective": _selective_contexts, "full but attention": _attention_contexts}.get(mode)
+    contexts = {
+        "selective": _selective_contexts,
+        "full but attention": _attention_contexts,
+        "full, compiled": _no_contexts,
+    }.get(mode)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_random_state}
@@ -257,10 +263,14 @@ def _attention_contexts() -> Any:
     return create_selective_checkpoint_contexts(functools.partial(_keep, _attention_ops()))
 
 
+def _no_contexts() -> Any:
+    return create_selective_checkpoint_contexts(functools.partial(_keep, frozenset()))
+
+
 # AOTAutograd keeps what it has compiled on disk, and does not see in a graph which outputs a context function
 # keeps. It takes a graph from there only if the function names itself. A change of this file is another name.
 _digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-for _contexts in (_selective_contexts, _attention_contexts):
+for _contexts in (_selective_contexts, _attention_contexts, _no_contexts):
     vars(_contexts)["cache_hash"] = f"{_contexts.__name__} {_digest}"
 
 
@@ -309,4 +319,6 @@ def _varlen_ops() -> list[Any]:
 
 
 def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    # Not PREFER_RECOMPUTE, which the compiler also assumes without a context function. With it torch 2.11
+    # keeps the outputs of two 8-bit GEMMs of a block, and all turned weights: 8B did not fit an H200.
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.MUST_RECOMPUTE

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lptune import distributed, linear, models
+from lptune import distributed, kernels, linear, models
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig, PrecisionConfig
 from lptune.distributed import check_compiler
 from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
+from lptune.linear.kinds import rowwise
 from tests.distributed.test_tensor_parallel import build, preset_config
 from tests.helpers.ranks import Ranks
 
@@ -112,6 +113,29 @@ def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outp
             sum(count for (_, what), count in executed.items() if what == gemm) for gemm in (0, RECOMPUTED)
         ]
     assert counts == {"none": [8 * 14, 0], "selective": [8 * 14, 0], "full": [8 * 14, 8 * 14]}
+
+
+def test_a_compiled_block_that_is_recomputed_keeps_its_input_and_weights_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As on a GPU, where a GEMM wants its operands turned: torch 2.11 kept these and outputs of GEMMs as well.
+    for module in (kernels, rowwise):
+        monkeypatch.setattr(module, "k_major", lambda device: True)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with distributed.session("cpu") as world:
+        cfg = _config(compile="block", activation_checkpointing="full")
+        model = build(world, cfg, _decoder_config(tied=False))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.body(torch.zeros(2, 48, dtype=torch.int64), None)
+        inner = model.facts.intermediate_size
+    assert kept
+    assert (2 * 48, inner) not in [tuple(each.shape) for each in kept]
+    assert all(each.is_contiguous() for each in kept if each.dtype == torch.int8)  # turned ones are not
 
 
 def test_a_compiled_graph_is_taken_from_disk_by_the_checkpointing_that_made_it_alone(
