@@ -64,7 +64,7 @@ def _check(compiled: Compiled, call: str, arch: int, config: Any, is_default: bo
     assert not re.findall(r"(?:min|max)\.NaN", compiled.ptx), what
     if is_default or arch in ARCHS:
         assert compiled.shared_bytes <= SHARED_BYTES[arch], what
-    if call in GEMMS:
+    if call in GEMMS and compiled.name != "places_kernel":  # which writes a table for the GEMM
         assert re.search(_instruction(call, arch), compiled.tensor_core), (*what, compiled.tensor_core)
         if arch == 90 and hasattr(config, "per_processor"):
             # A processor has 228 KB of shared memory, of which each program takes 1 KB more than its own, and

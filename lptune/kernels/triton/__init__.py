@@ -16,7 +16,7 @@
 
 Each kernel equals its reference in plain torch: INT8 GEMMs and all quantizers bitwise. Without a GPU they are
 tested in Triton's interpreter and compiled ahead of time (tests/kernels/test_triton_*.py). The tests marked
-gpu make the same comparisons on hardware; they passed on an H100.
+gpu make the same comparisons on hardware; they passed on an H100, those of GEMMs also on an H200.
 """
 
 from lptune.kernels.triton.block_mm import block_scaled_mm
