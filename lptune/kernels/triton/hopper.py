@@ -18,6 +18,10 @@ Float8 sums lose bits in the tensor core, so they are moved to float32 after eve
 (PROMOTE). A group then waits for its products before it adds them. So both groups share a tile, half of the
 rows each: one multiplies while the other adds.
 
+The same kernel multiplies for groups of rows, such as experts (GROUPED). It reads from a table which rows a
+tile has (grouped.py), and how many steps: they differ from tile to tile if each group contracts over its own
+rows. A group of warps then counts the steps of the other's tiles as well.
+
 Results are stored 16 bytes at a time: the tensor core leaves two neighbours of a row in a thread, so four
 threads exchange theirs first. Direct stores of 4 bytes cost 4 to 25 % of the GEMM's rate.
 
@@ -30,7 +34,8 @@ Measured on an H100 SXM of 700 W at the sizes of Llama 3.2 3B and Llama 3 8B (do
     float8    1,020 to 1,140    `tl.dot` 870 to 1,000, cuBLASLt 1,070 to 1,200
 
 Most of these are limited by power. Within a training step, between other kernels, INT8 runs at 1,640. Of
-128 x 128 tiles and two groups, 4 rows of tiles at a time were faster than 8 and 16.
+128 x 128 tiles and two groups, 4 rows of tiles at a time were faster than 8 and 16. For groups of about a
+thousand rows on an H200: INT8 1,000 to 1,300, float8 810 to 1,070, torch in bfloat16 500 to 690.
 
 Gluon is experimental in Triton: a version that cannot compile this leaves these configurations out of the
 tuning, and `tl.dot` remains.
