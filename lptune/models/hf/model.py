@@ -185,10 +185,19 @@ class HFModel(Backbone):
         """Random weights for trials, not those of transformers' own initialization: matrices are normal, with
         a standard deviation of 1 / sqrt(columns), biases 0, other vectors 1.
         """
-        shape = self.get_parameter(name).shape
-        if len(shape) < 2:
-            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
-        return drawn(name, shape, shape[-1] ** -0.5, seed)
+        return _initial(name, tuple(self.get_parameter(name).shape), seed)
+
+    def initial_tensors(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """As published checkpoints store them: transformers' table of names, read backwards."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        with torch.device("meta"):
+            causal = _build(_content(self.facts), self.facts.where)
+        state = causal.state_dict()
+        if self.facts.tied:
+            del state[self.facts.word_names[1]]
+        for stored, tensor in revert_weight_conversion(causal, state).items():
+            yield stored, _initial(stored, tuple(tensor.shape), seed)
 
     def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts as transformers loads them; without a checkpoint, one of the same name."""
@@ -245,6 +254,12 @@ class HFModel(Backbone):
         vars(config)["num_hidden_layers"] = len(self.blocks) - len(removed)
         for number in removed:
             delattr(self.blocks, str(number))
+
+
+def _initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
+    return drawn(name, shape, shape[-1] ** -0.5, seed)
 
 
 def _content(facts: HFFacts) -> str:
