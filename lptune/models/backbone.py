@@ -20,7 +20,7 @@ Shapes: B batch, S sequence, T = B * S, t tokens of a chunk, H hidden, V vocabul
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -174,6 +174,11 @@ class Backbone(nn.Module, ABC):
         cover the parameter once, and all parameters together cover each stored tensor once.
         """
         return [Part(name, (0,) * len(shape), shape)]
+
+    @property
+    def mixtures(self) -> Mapping[str, nn.Module]:
+        """By name, the modules whose forward takes tokens (T, H) and the experts of each, int64 (T, k)."""
+        return {}
 
     def passes_on(self, stored: str) -> bool:
         """Whether a folder may store the tensor `stored`, which no parameter has: an export copies it."""

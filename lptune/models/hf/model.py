@@ -17,7 +17,7 @@ exported as they are.
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -202,6 +202,11 @@ class HFModel(Backbone):
     def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts as transformers loads them; without a checkpoint, one of the same name."""
         return self._parts.get(name) or [Part(name, (0,) * len(shape), shape)]
+
+    @property
+    def mixtures(self) -> Mapping[str, nn.Module]:
+        """Those with transformers' interface of experts; Llama 4 and JetMoe have ways of their own."""
+        return {name: each for name, each in self.named_modules() if experts.is_mixture(each)}
 
     def passes_on(self, stored: str) -> bool:
         """Whether `stored` is a constant, or one of the tensors that transformers leaves out by name."""
