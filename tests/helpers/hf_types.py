@@ -69,6 +69,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "cohere2": _WINDOWS,
     "deepseek_v3": _ROUTED | _LATENT,
+    "diffllama": {},
     "ernie4_5": {},
     "ernie4_5_moe": _EXPERTS
     | {

@@ -5,7 +5,8 @@
 A type is a small model that transformers makes (tests/helpers/hf_types.py). Its row says
 
 - plan: each weight that takes part in a product or a convolution of forward is a line of the precision plan.
-  Which weights do is observed: a dispatch mode looks at the operands of all products. The cell counts lines;
+  Which weights do is observed: a dispatch mode looks at the operands of all products. The cell counts lines.
+  And a dry run of two ranks, as `lptune plan` makes it, has the same plan;
 - packed: the logits of packed rows are those that transformers' eager attention gives for each document;
 - loaded: the logits of whole rows are those of `from_pretrained`;
 - int8_rowcol, float8_rowwise: two steps of recipes/full_finetune.py, the first verified against the plan. The
@@ -44,6 +45,7 @@ from lptune.checkpoint.manifest import read_manifest
 from lptune.cli import preflight, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, SamplingConfig, load_config
 from lptune.inference import Answer, Sampler, decode, load_model
+from lptune.plan.dry_run import dry_run
 from tests.helpers import hf_types
 from tests.helpers.packed import LENGTHS, SEQ_LEN, alone, bounds, loaded
 from tests.helpers.ranks import Ranks
@@ -101,7 +103,7 @@ def run(kind: str, base: Path, folder: Path, ranks: Ranks, columns: Sequence[str
         return outcome
     outcome.built_by = "lptune" if isinstance(facts, models.DecoderConfig) else "transformers"
     cells: dict[str, Callable[[], str]] = {
-        "plan": lambda: _plan(model_folder),
+        "plan": lambda: _plan(model_folder, folder),
         "packed": lambda: _packed(model_folder),
         "loaded": lambda: _loaded(model_folder),
         "int8_rowcol": lambda: _trained(model_folder, folder, "int8_rowcol"),
@@ -137,12 +139,17 @@ class Multiplied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _plan(folder: Path) -> str:
+def _plan(folder: Path, within: Path) -> str:
     model = loaded(folder)
+    config = write_config(within / "plan.yaml", folder, within / "planned")
+    cfg = load_config(FinetuneConfig, config, ["data.seq_len=32", "precision.kind=int8_rowcol"])
+    planned = dry_run(cfg, models.read_config(folder), world_size=2)
+    assert planned.num_parameters == models.num_parameters(model)
     with torch.no_grad(), Multiplied(model) as seen:
         model(_tokens(SEQ_LEN), bounds())
     plan = linear.convert(model, "int8_rowcol")
     listed = {f"{layer.name}.weight" for layer in plan.layers} | {other.name for other in plan.others}
+    assert [layer.name for layer in planned.plan.converted] == [layer.name for layer in plan.converted]
     assert seen.names, "no product was seen"
     assert seen.names <= listed, f"not in the plan: {', '.join(sorted(seen.names - listed))}"
     high = [*plan.others, *(layer for layer in plan.layers if layer.spec is None)]

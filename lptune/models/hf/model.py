@@ -116,11 +116,13 @@ class HFModel(Backbone):
         return self._body(tokens_BS, documents, None)
 
     def make_cache(self, batch: int, num_places: int) -> Cache | None:
-        """A cache for models of attention alone, with or without windows; of any other the whole row runs
-        for each token.
+        """A cache for models of attention alone, with or without windows, if it proves exact on a small twin;
+        of any other the whole row runs for each token.
         """
+        from lptune.models.hf.check import caches_exactly
+
         kinds = {layer.kind for layer in self.facts.layers}
-        if self.facts.is_recurrent or not kinds <= _CACHED_KINDS:
+        if self.facts.is_recurrent or not kinds <= _CACHED_KINDS or not caches_exactly(self.facts):
             return None
         return attention.PastTokens(batch, num_places, next(self.parameters()).device)
 
