@@ -6,19 +6,20 @@ BIN := .venv/bin
 TORCH := $(shell grep -o '^torch==[^ ]*' requirements/torch.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-kernels test-wheel test-oldest test-newest faults matrix proofs check bench bench-step gpu-first docs lock
+.PHONY: help quickstart test test-slow test-kernels test-models test-wheel test-oldest test-newest faults matrix proofs check bench bench-step gpu-first docs lock
 
 help:
 	@echo "make quickstart   train the built-in model in INT8: no download, no GPU"
 	@echo "make test         the CPU suite (GPU tests run where there is a GPU)"
 	@echo "make test-slow    the cases that do not fit its time, mostly those that another one stands for"
 	@echo "make test-kernels every configuration of the Triton kernels, compiled for GPUs that are not there"
+	@echo "make test-models  every type of model through plan, packing, training, ranks, export, generation (docs/models.md)"
 	@echo "make test-wheel   the commands from the built wheel with the newest of what it needs: is their output clean?"
 	@echo "make test-oldest  the CPU suite with the oldest torch and Triton, on Python 3.12 (5 GB of packages)"
 	@echo "make test-newest  the same with the newest of everything, from the built wheel (5 GB)"
 	@echo "make faults       kills, failing disks, damaged files, interrupted runs (half an hour)"
 	@echo "make matrix       every kind x compilation x checkpointing, and every kind x 1 to 8 ranks (docs/*matrix.md)"
-	@echo "make proofs       the two above, all kinds on 1 to 4 ranks, and faults planted one by one that tests must notice"
+	@echo "make proofs       matrix, test-slow, test-models, all kinds on 1 to 4 ranks, and faults planted one by one that tests must notice"
 	@echo "make check        ruff and mypy"
 	@echo "make bench        the benchmarks that need nothing but this machine"
 	@echo "make bench-step   the training step against transformers, torchao and torchtune: a table of ratios"
@@ -76,6 +77,11 @@ test-slow: .venv/.installed
 test-kernels: export OMP_NUM_THREADS := 1
 test-kernels: .venv/.installed
 	$(BIN)/python -m pytest -m kernels -n 2 tests/kernels
+
+# The suite has packing and a step of each type; this is the rest, and the table in the page.
+test-models: export OMP_NUM_THREADS := 1
+test-models: .venv/.installed
+	$(BIN)/python -m tests.proofs.models_matrix --write docs/models.md
 
 # What a user gets who installs the wheel today: nothing pinned but torch, no extras. It is the
 # wheel that runs; pytest and the tests are of .venv.
@@ -137,7 +143,7 @@ matrix: .venv/.installed
 	$(BIN)/python -m tests.proofs.rank_matrix --write docs/rank_matrix.md
 
 proofs: export OMP_NUM_THREADS := 1
-proofs: test-slow matrix
+proofs: test-slow matrix test-models
 	$(BIN)/python -m tests.proofs.equivalence
 	$(BIN)/python -m tests.proofs.planted
 

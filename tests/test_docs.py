@@ -9,7 +9,8 @@ from lptune.config import PRECISION_KINDS, SUFFIXES, FinetuneConfig, key_paths
 from lptune.data import formats
 from lptune.models.attention import BACKENDS
 from lptune.models.families import FAMILIES
-from lptune.models.presets import PRESETS
+from lptune.models.presets import preset_names
+from tests.helpers import hf_types
 from tests.helpers.each import holds_for_each
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -75,7 +76,7 @@ def test_the_tables_of_families_sizes_and_backends_are_those_of_the_code() -> No
     listed = {f"{family}/{size}" for family, names in sizes.items() for size in names}
     configs = {name: path for name, path in catalog.configs().items() if "/" in name}
     assert listed == {name for name, path in configs.items() if catalog.recipe_of(path) == "full_finetune"}
-    assert listed <= {f"{family}/{size}" for family, presets in PRESETS.items() for size in presets}
+    assert listed <= set(preset_names())
     assert {row[0].strip("`") for row in table("models.md", "Backend")} == set(BACKENDS)
 
 
@@ -110,6 +111,16 @@ def test_the_matrix_of_ranks_names_every_kind_and_has_no_hole() -> None:
     assert [row[0].strip("| `") for row in rows] == list(PRECISION_KINDS)
     cells = [cell.strip("| ") for row in rows for cell in row[2:]]
     assert all(re.fullmatch(r"\d+ / \d+ / \d+", cell) for cell in cells), cells
+
+
+def test_the_table_of_types_has_every_type_and_no_hole() -> None:
+    rows = table("models.md", "Type | built by")
+    assert [row[0].strip("| `") for row in rows] == sorted(hf_types.ALL)
+    number = r"\d+( of \d+)?|\de[+-]\d\d|with a cache|whole rows"
+    cells = [cell.strip("| ") for row in rows for cell in row[2:]]
+    assert all(re.fullmatch(number, cell) for cell in cells), cells
+    native = {row[0].strip("| `") for row in rows if row[1].strip("| ") == "lptune"}
+    assert native == set(FAMILIES)
 
 
 def test_the_example_of_the_linear_layer_runs() -> None:

@@ -149,8 +149,7 @@ def _both(_: click.Context, __: str) -> Iterator[str]:
 def _presets(_: click.Context, __: str) -> Iterator[str]:
     from lptune import models
 
-    for family, sizes in models.PRESETS.items():
-        yield from (f"{family}/{size}" for size in sizes)
+    yield from models.preset_names()
 
 
 def _devices(_: click.Context, __: str) -> Iterator[str]:

@@ -99,8 +99,12 @@ def num_weights(name: str) -> int | None:
 
     # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
     family, _, size = name.partition("/")
-    preset = models.PRESETS.get(family, {}).get(size.partition("_")[0])
-    return None if preset is None else models.config_from_dict(preset, name).num_parameters
+    size = size.partition("_")[0]
+    if f"{family}/{size}" not in models.preset_names():
+        return None
+    if family in models.HF_PRESETS:
+        return models.HF_PRESETS[family][size].num_weights
+    return models.config_from_dict(models.PRESETS[family][size], name).num_parameters
 
 
 def count_text(number: int) -> str:
@@ -110,13 +114,13 @@ def count_text(number: int) -> str:
 
 
 def needs(number: int) -> str:
-    """The smallest memory that holds so many weights and their state: `≥ 48 GB`, `≥ 2 x 80 GB`."""
+    """The smallest memory that holds so many weights and their state: `≥ 48 GB`, `≥ 2x80 GB`."""
     for size in _GPUS_GB:
         if number * (_BYTES_PER_WEIGHT + _COPY_BYTES) <= _USABLE * size * 1e9:
             return f"≥ {size} GB"
     # Several GPUs share the state, and gather the weights of a block at a time.
     count = math.ceil(number * _BYTES_PER_WEIGHT / (_USABLE * _GPUS_GB[-1] * 1e9))
-    return f"≥ {max(2, count)} x {_GPUS_GB[-1]} GB"
+    return f"≥ {max(2, count)}x{_GPUS_GB[-1]} GB"
 
 
 def _is_meant(word: str, of: Row) -> bool:

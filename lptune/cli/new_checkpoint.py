@@ -20,6 +20,7 @@ from lptune.cli import interrupts
 from lptune.cli.places import PathArgument, check_new_folder
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
 BOS, EOS, PAD, START = "<|begin|>", "<|im_end|>", "<|pad|>", "<|im_start|>"
@@ -124,15 +125,14 @@ def train_tokenizer(lines: Iterator[str], vocab_size: int) -> "Tokenizer":
 
 
 def _preset(name: str) -> dict[str, Any]:
-    from lptune.models.presets import PRESETS
+    from lptune.models.presets import find_preset, preset_names
 
-    family, _, size = name.partition("/")
-    names = [f"{family}/{size}" for family, sizes in PRESETS.items() for size in sizes]
+    names = preset_names()
     if name not in names:
         raise UserError(
             f"{name}: no such family and size{closest(name, names)}; there are {', '.join(names)}"
         )
-    return dict(PRESETS[family][size])
+    return find_preset(name)
 
 
 def _lines(text: Path | None) -> Iterator[str]:
@@ -165,32 +165,38 @@ def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:
 def _write_weights(folder: Path, seed: int, dtype: str) -> int:
     """Writes random weights for config.json, in files of at most 4 GiB; returns the number of parameters."""
     import torch
-    from safetensors.torch import save_file
 
     from lptune import models
 
     model = models.build_on_meta(models.read_config(folder))
-    item_bytes = {"float32": 4, "bfloat16": 2}[dtype]
     shards: list[list[str]] = [[]]
-    filled = 0
-    for name, parameter in model.named_parameters():
-        size = parameter.numel() * item_bytes
-        if shards[-1] and filled + size > _SHARD_BYTES:
+    tensors: dict[str, torch.Tensor] = {}
+    filled = total = 0
+    for name, values in model.initial_tensors(seed):
+        tensor = values.to(getattr(torch, dtype))
+        if tensors and filled + tensor.nbytes > _SHARD_BYTES:
+            _save(tensors, folder / f"{len(shards)}.part")
             shards.append([])
             filled = 0
+        tensors[name] = tensor
         shards[-1].append(name)
-        filled += size
-    weight_map = {}
-    for number, names in enumerate(shards, start=1):
-        file = (
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        )
-        tensors = {name: model.initial_value(name, seed).to(getattr(torch, dtype)) for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod((folder / "config.json").stat().st_mode)  # safetensors makes it private
-        weight_map.update(dict.fromkeys(names, file))
-    num_parameters = models.num_parameters(model)
+        filled, total = filled + tensor.nbytes, total + tensor.nbytes
+    _save(tensors, folder / f"{len(shards)}.part")
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else ["model.safetensors"]
+    for number, file in enumerate(files, start=1):
+        (folder / f"{number}.part").rename(folder / file)
     if len(shards) > 1:
-        metadata = {"total_size": num_parameters * item_bytes}
-        write_json(folder / "model.safetensors.index.json", {"metadata": metadata, "weight_map": weight_map})
-    return num_parameters
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+    return models.num_parameters(model)
+
+
+def _save(tensors: "dict[str, torch.Tensor]", file: Path) -> None:
+    """Writes `tensors` and forgets them."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod((file.parent / "config.json").stat().st_mode)  # safetensors makes it private
+    tensors.clear()

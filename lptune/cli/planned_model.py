@@ -58,11 +58,10 @@ def from_preset(name: str, key: str) -> "Facts":
     """The preset `name`, as FAMILY/SIZE. Raises UserError, which begins with `key`, if there is none."""
     from lptune import models
 
-    names = _presets()
+    names = models.preset_names()
     if name not in names:
         raise UserError(f"{key}: no such family and size: {name}{closest(name, names)}")
-    family, _, size = name.partition("/")
-    return models.config_from_dict(models.PRESETS[family][size], f"preset {name}")
+    return models.facts_of_preset(name)
 
 
 def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, str, Path | None]":
@@ -83,15 +82,9 @@ def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, s
     # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
     family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
     name = preset or f"{family}/{size.partition('_')[0]}"
-    if preset is None and name not in _presets():
+    if preset is None and name not in models.preset_names():
         raise UserError(
             f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
             "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
         )
     return from_preset(name, "--preset"), f"the preset {name}", None
-
-
-def _presets() -> list[str]:
-    from lptune import models
-
-    return [f"{family}/{size}" for family, sizes in models.PRESETS.items() for size in sizes]

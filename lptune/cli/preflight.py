@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from lptune.base.errors import UserError, no_8_bit_gemm_error, no_gpu_error, too_many_ranks_error
+from lptune.base.errors import no_8_bit_gemm_error, no_gpu_error, too_many_ranks_error
 from lptune.config import (
     EvaluateConfig,
     GenerateConfig,
@@ -57,8 +57,8 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
             # A model that is not trained may be a run's: its checkpoint is verified when the recipe starts.
             if isinstance(cfg, RunConfig) or not models.is_of_run(folder):
                 facts = models.read_config(models.read_index(folder, key).folder)
-                if isinstance(cfg, RunConfig) and cfg.compile != "none" and facts.why_not_compiled:
-                    raise UserError(f"compile: {facts.why_not_compiled}; set compile=none")
+                if isinstance(cfg, RunConfig):
+                    facts.check_modes(cfg.compile, cfg.parallel.tensor)
 
 
 def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:

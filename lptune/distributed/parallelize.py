@@ -78,9 +78,8 @@ def parallelize(
     mesh does not divide the model.
     """
     backbone = model if isinstance(model, Backbone) else None
-    why_not_compiled = None if backbone is None else backbone.facts.why_not_compiled
-    if why_not_compiled and cfg.compile != "none":
-        raise UserError(f"compile: {why_not_compiled}; set compile=none")
+    if backbone is not None:
+        backbone.facts.check_modes(cfg.compile, cfg.parallel.tensor)
     if world.tensor_mesh is not None:
         # torch would warn at every export that it gathers over two axes in turn, which is necessary.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -16,8 +16,8 @@ from lptune.models.config import DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.facts import Facts, Layer
 from lptune.models.families import FAMILIES, config_from_dict
 from lptune.models.headers import HFIndex, is_of_run, read_index
-from lptune.models.members import read_config
-from lptune.models.presets import PRESETS
+from lptune.models.members import facts_of_preset, read_config
+from lptune.models.presets import HF_PRESETS, PRESETS, find_preset, preset_names
 
 if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "HF_PRESETS",
     "IGNORE_INDEX",
     "PRESETS",
     "Backbone",
@@ -63,10 +64,13 @@ __all__ = [
     "aliases",
     "build_on_meta",
     "config_from_dict",
+    "facts_of_preset",
+    "find_preset",
     "freeze",
     "is_of_run",
     "log_probabilities",
     "num_parameters",
+    "preset_names",
     "read_config",
     "read_index",
     "summed_cross_entropy",

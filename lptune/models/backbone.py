@@ -20,7 +20,7 @@ Shapes: B batch, S sequence, T = B * S, t tokens of a chunk, H hidden, V vocabul
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -175,6 +175,11 @@ class Backbone(nn.Module, ABC):
         """
         return [Part(name, (0,) * len(shape), shape)]
 
+    @property
+    def mixtures(self) -> Mapping[str, nn.Module]:
+        """By name, the modules whose forward takes tokens (T, H) and the experts of each, int64 (T, k)."""
+        return {}
+
     def passes_on(self, stored: str) -> bool:
         """Whether a folder may store the tensor `stored`, which no parameter has: an export copies it."""
         return False
@@ -263,6 +268,13 @@ class Backbone(nn.Module, ABC):
         rows_B = torch.arange(len(lengths_B), device=lengths_B.device)
         logits_BV = self.logits_of(hidden_BSH[rows_B, lengths_B - 1])
         return words_of(self.head, self.facts.vocab_size).gather(logits_BV)
+
+    def initial_tensors(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """Random tensors of a checkpoint of this model, under the names that its folder stores; float32, on
+        the CPU. The model may be on meta.
+        """
+        for name, _ in self.named_parameters():
+            yield name, self.initial_value(name, seed)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

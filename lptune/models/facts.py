@@ -9,6 +9,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
+from lptune.base.errors import UserError
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -69,6 +71,23 @@ class Facts(ABC):
     def why_not_compiled(self) -> str | None:
         """Why blocks of the model cannot be compiled; None: they can."""
         return None
+
+    @property
+    def why_not_cut(self) -> str | None:
+        """Why tensor parallelism cannot cut the model's matrices; None: it can, where their sizes divide."""
+        return None
+
+    def check_modes(self, compile_mode: str, num_tensor_ranks: int) -> None:
+        """Raises UserError, one line, if the model cannot be compiled or cut as a config asks.
+
+        compile_mode: the key `compile`. num_tensor_ranks: the key `parallel.tensor`.
+        """
+        if compile_mode != "none" and (why := self.why_not_compiled):
+            raise UserError(f"compile: {why}; set compile=none")
+        if num_tensor_ranks > 1 and (why := self.why_not_cut):
+            raise UserError(
+                f"parallel.tensor: {why}; set parallel.tensor=1: its weights are then sharded over all ranks"
+            )
 
     def check(self) -> None:  # noqa: B027  (most members have nothing to try)
         """Tries whether the model that is built keeps documents apart, where that is not certain. Called once

@@ -12,6 +12,7 @@ from lptune.base.errors import UserError
 from lptune.models.facts import Facts
 from lptune.models.families import FAMILIES, config_from_keys
 from lptune.models.keys import Keys
+from lptune.models.presets import find_preset
 
 
 def _decoder(keys: Keys, folder: Path) -> Facts | None:
@@ -40,7 +41,15 @@ def read_config(folder: Path) -> Facts:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: not found; expected the folder of a Hugging Face checkpoint")
-    keys = Keys.from_file(folder / "config.json")
+    return _facts(Keys.from_file(folder / "config.json"), folder)
+
+
+def facts_of_preset(name: str) -> Facts:
+    """The facts of the preset FAMILY/SIZE, one of `preset_names`."""
+    return _facts(Keys(find_preset(name), {}, f"preset {name}"), Path(f"preset {name}"))
+
+
+def _facts(keys: Keys, folder: Path) -> Facts:
     for read in MEMBERS.values():
         if (facts := read(keys, folder)) is not None:
             return facts

@@ -4,7 +4,9 @@ The real sizes are the published configurations. `tiny` (at most 200,000 paramet
 multiple of 16) has all features of its family: windows shorter than the rows of a test, both kinds of layers,
 the kind of rope, head sizes that differ from hidden size / heads. Tests and trial runs use it.
 
-PRESETS[family][size] is a dict. Its bos, eos and pad ids are null, and the code that makes the tokenizer
+PRESETS[family][size] is a dict, of families that our decoder builds. HF_PRESETS has those that transformers'
+code builds, with their number of weights, since to count them takes transformers and seconds. `preset_names`
+and `find_preset` look into both. The bos, eos and pad ids are null, and the code that makes the tokenizer
 fills them in. Without these keys transformers would use the published ids, which a small vocabulary does not
 have. This file imports no torch.
 """
@@ -306,3 +308,180 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
 }
 """The content of config.json by family and size. The names are those of the configs folder."""
+
+
+class HFPreset(NamedTuple):
+    """A preset of a family that transformers' code builds."""
+
+    content: Preset
+    """Of config.json."""
+    num_weights: int
+
+
+# The sizes are those of the published config.json; those of the text part where the model also sees.
+
+
+def _qwen3_moe(dims: _Dims, **more: Any) -> Preset:
+    # Qwen/Qwen3-30B-A3B
+    experts: Preset = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+    }
+    common: Preset = {"max_len": 40960, "eps": 1e-6, "tied": False, "hidden_act": "silu", "head_dim": 128}
+    more = {**common, **experts, **more}
+    return _preset("qwen3_moe", "Qwen3Moe", dims, rope_theta=1_000_000.0, attention_bias=False, **more)
+
+
+def _gpt_oss(dims: _Dims, **more: Any) -> Preset:
+    # openai/gpt-oss-20b, without its quantization_config
+    rope = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    common: Preset = {
+        "max_len": 131072,
+        "eps": 1e-5,
+        "tied": False,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9,
+        "rope_theta": 150_000.0,
+        "rope_scaling": rope,
+        "layer_types": ["sliding_attention", "full_attention"] * (dims.layers // 2),
+    }
+    return _preset("gpt_oss", "GptOss", dims, **{**common, **more})
+
+
+def _olmo3(dims: _Dims, **more: Any) -> Preset:
+    # allenai/Olmo-3-1025-7B, allenai/Olmo-3-1125-32B
+    rope = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.2079441541679836,
+        "original_max_position_embeddings": 8192,
+    }
+    common: Preset = {
+        "max_len": 65536,
+        "eps": 1e-6,
+        "tied": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * (dims.layers // 4),
+    }
+    return _preset("olmo3", "Olmo3", dims, **{**common, **more}, rope_theta=500_000.0, rope_scaling=rope)
+
+
+def _ministral3(dims: _Dims, **more: Any) -> Preset:
+    # the text part of mistralai/Ministral-3-3B-Base-2512 and -8B-Base-2512
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16384,
+        "llama_4_scaling_beta": 0.1,
+    }
+    common: Preset = {"max_len": 262144, "eps": 1e-5, "hidden_act": "silu", "head_dim": 128}
+    more = {**common, **more}
+    return _preset("ministral3", "Ministral3", dims, rope_parameters=rope, sliding_window=None, **more)
+
+
+def _glm4_moe(dims: _Dims, **more: Any) -> Preset:
+    # zai-org/GLM-4.5-Air. Its block for further tokens is not trained (it passes on), and not counted.
+    experts: Preset = {
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1,
+    }
+    common: Preset = {
+        "max_len": 131072,
+        "eps": 1e-5,
+        "tied": False,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "use_qk_norm": False,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": None,
+    }
+    return _preset("glm4_moe", "Glm4Moe", dims, **{**common, **experts, **more})
+
+
+_FEW_EXPERTS: Preset = {"num_experts_per_tok": 2, "head_dim": 16, "max_len": 512}
+
+HF_PRESETS: dict[str, dict[str, HFPreset]] = {
+    "qwen3_moe": {
+        "tiny": HFPreset(
+            _qwen3_moe(_tiny_dims(), num_experts=8, moe_intermediate_size=32, **_FEW_EXPERTS), 157_056
+        ),
+        "30b": HFPreset(_qwen3_moe(_Dims(151936, 2048, 6144, 48, 32, 4)), 30_532_122_624),
+    },
+    "gpt_oss": {
+        "tiny": HFPreset(
+            _gpt_oss(_tiny_dims()._replace(mlp=32), num_local_experts=8, sliding_window=16, **_FEW_EXPERTS),
+            159_448,
+        ),
+        "20b": HFPreset(_gpt_oss(_Dims(201088, 2880, 2880, 24, 64, 8)), 20_914_757_184),
+    },
+    "olmo3": {
+        "tiny": HFPreset(_olmo3(_tiny_dims(layers=4), sliding_window=16), 181_184),
+        "7b": HFPreset(_olmo3(_Dims(100278, 4096, 11008, 32, 32, 32)), 7_298_011_136),
+        "32b": HFPreset(_olmo3(_Dims(100278, 5120, 27648, 64, 40, 8)), 32_233_522_176),
+    },
+    "ministral3": {
+        "tiny": HFPreset(_ministral3(_tiny_dims(), tied=True, head_dim=16), 90_432),
+        "3b": HFPreset(_ministral3(_Dims(131072, 3072, 9216, 26, 32, 8), tied=True), 3_429_006_336),
+        "8b": HFPreset(_ministral3(_Dims(131072, 4096, 14336, 34, 32, 8), tied=False), 8_489_553_920),
+    },
+    "glm4_moe": {
+        "tiny": HFPreset(
+            _glm4_moe(_tiny_dims(), n_routed_experts=8, moe_intermediate_size=32, **_FEW_EXPERTS), 138_304
+        ),
+        "air": HFPreset(_glm4_moe(_Dims(151552, 4096, 10944, 46, 96, 8)), 106_852_245_504),
+    },
+}
+"""As PRESETS, of families that transformers' code builds. The names are those of the configs folder."""
+
+
+def preset_names() -> list[str]:
+    """FAMILY/SIZE of all presets, those that our decoder builds first."""
+    return [
+        f"{family}/{size}"
+        for presets in (PRESETS, HF_PRESETS)
+        for family in presets
+        for size in presets[family]
+    ]
+
+
+def find_preset(name: str) -> Preset:
+    """The content of config.json of FAMILY/SIZE, one of `preset_names`."""
+    family, _, size = name.partition("/")
+    return dict(HF_PRESETS[family][size].content if family in HF_PRESETS else PRESETS[family][size])

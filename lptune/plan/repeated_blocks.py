@@ -66,9 +66,12 @@ class Repeated(nn.Module):
             yield from itertools.repeat(each, self._times.get(each, 1))
 
 
-def _at_gradient(begin: Callable[[], None], _: nn.Module, __: Any, output: Tensor) -> None:
-    if output.requires_grad:
-        output.register_hook(lambda _: begin())
+def _at_gradient(
+    begin: Callable[[], None], _: nn.Module, __: Any, output: Tensor | tuple[Tensor, ...]
+) -> None:
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.requires_grad:
+        hidden.register_hook(lambda _: begin())
 
 
 def leave_out(model: models.Backbone, reach: int) -> Blocks:

@@ -9,7 +9,7 @@ the recipe does what it does for any other, forward and `backward()`. But in the
 no gradient of a parameter (`_Backward`).
 
     shadow.jsonl     a line for each check, with the errors of each layer
-    metrics.jsonl    three numbers in the row of the step
+    metrics.jsonl    three numbers in the row of the step, of a mixture four
 
 A layer is bad if the SQNR of one of its GEMMs is below `precision.shadow_min_sqnr_db`. Ranks have different
 rows, and only one of them may have a fault, so each number is that of the rank where it is worst. All ranks
@@ -36,6 +36,7 @@ from lptune.linear import LowPrecision, weights_changed
 from lptune.linear.steps.shadow import LayerErrors, ShadowPass
 from lptune.training.evaluating import eval_mode
 from lptune.training.metrics import without_nan
+from lptune.training.routing import Routing
 
 CountOf = Callable[[Batch], int]
 """The number of targets (or answers, or preferences) of a batch."""
@@ -79,10 +80,10 @@ class ShadowCheck:
         started_s, batch = time.perf_counter(), self._loader.micro_batches(step)[0]
         self._losses.clear()
         with leaving_no_trace(self._model, self._low, self._loader, step):
-            passes = ShadowPass(self._model, self._low.plan)
-            with passes.comparing(), _Backward(passes) as low:
+            passes, routing = ShadowPass(self._model, self._low.plan), Routing(self._model)
+            with passes.comparing(), routing.of("low"), _Backward(passes) as low:
                 yield batch
-            with passes.high(), torch.no_grad(), _Backward() as high:
+            with passes.high(), routing.of("high"), torch.no_grad(), _Backward() as high:
                 yield batch
         if len(self._losses) != 2 or not (low.was_called and high.was_called):
             raise RuntimeError(
@@ -91,10 +92,17 @@ class ShadowCheck:
         count = torch.tensor(float(count_of(batch)), device=self._losses[0].device)
         sums = self._world.sums(torch.stack([*(loss.sum().float() for loss in self._losses), count]))
         loss, high_loss = (each / max(1.0, sums[2]) for each in sums[:2])
-        self._conclude(step, loss, high_loss, self._of_worst_rank(passes.by_layer()), started_s)
+        shares = self._of_all_ranks(routing.counts())
+        self._conclude(step, loss, high_loss, self._of_worst_rank(passes.by_layer()), shares, started_s)
 
     def _conclude(
-        self, step: int, loss: float, high_loss: float, errors: dict[str, LayerErrors], started_s: float
+        self,
+        step: int,
+        loss: float,
+        high_loss: float,
+        errors: dict[str, LayerErrors],
+        shares: dict[str, float],
+        started_s: float,
     ) -> None:
         """Says and writes what was found, the same on all ranks, and switches layers if it is to."""
         bad = [name for name, each in errors.items() if each.worst_sqnr_db < self._precision.min_sqnr_db]
@@ -111,6 +119,7 @@ class ShadowCheck:
                 "loss": loss,
                 "shadow_loss": high_loss,
                 "layers": {name: _as_json(each) for name, each in errors.items()},
+                **({"routing": shares} if shares else {}),
                 "switched_to_high": switched,
                 "time_s": time.perf_counter() - started_s,
             }
@@ -120,6 +129,8 @@ class ShadowCheck:
             "shadow_worst_gradient_cosine": min(each.grad_weight_cosine for each in errors.values()),
             "shadow_worst_sqnr_db": min(each.worst_sqnr_db for each in errors.values()),
         }
+        if shares:
+            self.found["shadow_worst_routing_agreement"] = min(shares.values())
 
     def _of_worst_rank(self, found: dict[str, LayerErrors]) -> dict[str, LayerErrors]:
         """Each number as of the rank where it is worst. All ranks have run the same layers."""
@@ -129,6 +140,13 @@ class ShadowCheck:
         self._world.max_(worst)
         rows = (worst * signs).tolist()
         return {name: LayerErrors(*row) for name, row in zip(found, rows, strict=True)}
+
+    def _of_all_ranks(self, counts: dict[str, Tensor]) -> dict[str, float]:
+        """The share of tokens with the same experts, by mixture, of the counts that this rank has of each."""
+        if not counts:
+            return {}
+        sums = self._world.sums(torch.cat(list(counts.values())))
+        return {name: same / total for name, same, total in zip(counts, sums[::2], sums[1::2], strict=True)}
 
     def _message(self, step: int, bad: list[str], worst: LayerErrors) -> str:
         shown = ", ".join(bad[1:4]) + (f" and {len(bad) - 4} more" if bad[4:] else "")

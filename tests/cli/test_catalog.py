@@ -192,8 +192,8 @@ def test_the_gpu_holds_18_bytes_of_each_weight_and_leaves_a_tenth_free() -> None
     assert needs(1_200_000_000) == "≥ 24 GB"  # 21.6 GB
     assert needs(1_200_000_001) == "≥ 48 GB"
     assert needs(4 * 10**9) == "≥ 80 GB"  # 72 GB
-    assert needs(4 * 10**9 + 1) == "≥ 2 x 80 GB"
-    assert needs(70_553_706_496) == "≥ 16 x 80 GB"  # 1129 GB, 72 on each
+    assert needs(4 * 10**9 + 1) == "≥ 2x80 GB"
+    assert needs(70_553_706_496) == "≥ 16x80 GB"  # 1129 GB, 72 on each
 
 
 def test_lines_fit_a_terminal_and_stay_whole_in_a_pipe(command: Command) -> None:

@@ -69,6 +69,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "cohere2": _WINDOWS,
     "deepseek_v3": _ROUTED | _LATENT,
+    "diffllama": {},
     "ernie4_5": {},
     "ernie4_5_moe": _EXPERTS
     | {
@@ -155,13 +156,29 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 """By `model_type`, those that our own decoder does not build: what differs from _COMMON."""
 
+NATIVE: dict[str, dict[str, Any]] = {
+    "gemma2": _WINDOWS,
+    "gemma3_text": _WINDOWS,
+    "granite": {},
+    "llama": {},
+    "mistral": {"sliding_window": 16},
+    "olmo2": {},
+    "phi3": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "smollm3": {},
+}
+"""Those that our own decoder builds."""
+
+ALL = TYPES | NATIVE
+
 
 def config(kind: str, **more: Any) -> Any:
     """transformers' config of a small model of this type."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[kind]
-    own = TYPES.get(kind, {}) | more
+    own = ALL.get(kind, {}) | more
     known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__dataclass_fields__", {})}
     known |= {*getattr(cls, "attribute_map", {}), *own}
     return cls(**{key: value for key, value in (_COMMON | own).items() if key in known})

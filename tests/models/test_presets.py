@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 import transformers
 
-from lptune.models import FAMILIES, PRESETS, build_on_meta, config_from_dict, num_parameters
+from lptune.models import (
+    FAMILIES,
+    HF_PRESETS,
+    PRESETS,
+    build_on_meta,
+    config_from_dict,
+    facts_of_preset,
+    num_parameters,
+)
 from lptune.models.config import DecoderConfig
 from tests.helpers import cold
 
@@ -52,6 +60,22 @@ REAL = [
 def test_real_sizes_have_the_published_number_of_parameters(family: str, size: str) -> None:
     config = config_from_dict(PRESETS[family][size])
     assert num_parameters(build_on_meta(config)) == config.num_parameters == PUBLISHED[family, size]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [(family, size) for family, sizes in HF_PRESETS.items() for size in sizes]
+)
+def test_presets_of_transformers_have_the_number_of_weights_that_stands_beside_them(
+    family: str, size: str
+) -> None:
+    """`lptune ls` reads the number without torch. The names of the models (30B, 20b, 7b ...) are all that was
+    compared with what is published: no weight of them was downloaded.
+    """
+    preset = HF_PRESETS[family][size]
+    facts = facts_of_preset(f"{family}/{size}")
+    assert facts.family == preset.content["model_type"] not in FAMILIES
+    assert num_parameters(build_on_meta(facts)) == preset.num_weights
+    assert size != "tiny" or preset.num_weights <= 200_000
 
 
 @pytest.mark.parametrize("family", PRESETS)

@@ -16,6 +16,7 @@ Shapes: B batch, S sequence, N query heads, M key heads, D head size, V head siz
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -50,10 +51,13 @@ class PastTokens:
         self.num_places, self.num_used = num_places, 0
         self.lengths_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.positions_BS = self.lengths_B1
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        # By layer, and by the number of the call: differential attention calls twice in a layer.
+        self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._num_calls = Counter[int]()
 
     def append(self, lengths_B: Tensor, seq_len: int) -> Tensor:
         """Makes room for (B, seq_len) new tokens, padded on the right; returns their positions."""
+        self._num_calls.clear()
         self._first_B1 = self.lengths_B1 if self.num_used else None
         self.positions_BS = self.lengths_B1 + torch.arange(seq_len, device=lengths_B.device)
         self.lengths_B1 = self.lengths_B1 + lengths_B[:, None]
@@ -63,12 +67,14 @@ class PastTokens:
 
     def extend(self, layer: int, k_BSMD: Tensor, v_BSMV: Tensor) -> tuple[Tensor, Tensor]:
         """Stores the new keys and values of a layer; returns those of all places in use."""
-        if layer not in self._stored:
-            self._stored[layer] = tuple(  # type: ignore[assignment]
+        place = layer, self._num_calls[layer]
+        self._num_calls[layer] += 1
+        if place not in self._stored:
+            self._stored[place] = tuple(  # type: ignore[assignment]
                 each.new_zeros(each.shape[0], each.shape[2], self.num_places, each.shape[3])
                 for each in (k_BSMD, v_BSMV)
             )
-        return LayerCache(*self._stored[layer], self._first_B1, self.num_used).extend(k_BSMD, v_BSMV)
+        return LayerCache(*self._stored[place], self._first_B1, self.num_used).extend(k_BSMD, v_BSMV)
 
     def mask(self, window: int | None) -> Tensor:
         """Which places the new tokens see: bool (B, 1, S, places in use)."""

@@ -8,6 +8,7 @@ recurrent states are the same code in the twin; sizes are not what fails. A seco
 A model whose documents leak trains, and its loss falls; only the result is wrong.
 """
 
+import functools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from lptune.base.errors import UserError
 from lptune.base.text import first_line
 from lptune.models.backbone import build_on_meta
 from lptune.models.documents import DocumentBounds
+from lptune.models.hf.attention import PastTokens
 from lptune.models.hf.facts import HFFacts, quiet
 
 LIMIT = 1e-3
@@ -67,6 +69,27 @@ def check(facts: HFFacts) -> None:
         )
 
 
+@functools.lru_cache(maxsize=8)
+@torch.no_grad()
+def caches_exactly(facts: HFFacts) -> bool:
+    """Whether the twin's hidden states with the keys and values of past tokens are those of whole rows.
+    Generation asks; a model of which this is not known runs whole rows.
+    """
+    model = _model(_twin(facts))
+    num_tokens = sum(_LENGTHS[0])
+    for seed in _SEEDS:
+        tokens_1S = _draw(model, seed)[:1]
+        cache = PastTokens(1, num_tokens, tokens_1S.device)
+        found = [
+            model.extend(part_1S, torch.tensor([part_1S.shape[1]]), cache)
+            for part_1S in tokens_1S.split([num_tokens - 3, 1, 1, 1], dim=1)
+        ]
+        whole_1SH = model.body(tokens_1S)
+        if float((torch.cat(found, 1) - whole_1SH).abs().max() / whole_1SH.abs().max()) <= LIMIT:
+            return True
+    return False
+
+
 def _model(twin: HFFacts) -> Any:
     """One block of each kind; all where blocks share tensors that are counted by block."""
     content, layers = json.loads(twin.content), list(twin.layers)
@@ -105,16 +128,22 @@ def _twin(facts: HFFacts) -> HFFacts:
 
 
 @torch.no_grad()
-def _difference(model: Any, seed: int) -> float:
-    """The largest difference between a packed row and its documents alone, of the largest hidden state."""
+def _draw(model: Any, seed: int) -> Tensor:
+    """Gives `model` random weights; returns random rows, as long as those of _LENGTHS."""
     draw = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=draw)
         else:
             parameter.uniform_(0.5, 1.5, generator=draw)
-    seq_len = sum(_LENGTHS[0])
-    tokens_BS = torch.randint(1, _NUM_WORDS, (len(_LENGTHS), seq_len), generator=draw)
+    return torch.randint(1, _NUM_WORDS, (len(_LENGTHS), sum(_LENGTHS[0])), generator=draw)
+
+
+@torch.no_grad()
+def _difference(model: Any, seed: int) -> float:
+    """The largest difference between a packed row and its documents alone, of the largest hidden state."""
+    tokens_BS = _draw(model, seed)
+    seq_len = tokens_BS.shape[1]
     packed_BSH = model.body(tokens_BS, _bounds(seq_len))
     if not packed_BSH.isfinite().all():
         return math.inf

@@ -32,13 +32,18 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
 
 
+def is_mixture(module: nn.Module) -> bool:
+    """Whether `module` holds the experts of a block: it takes x_TH, the experts of each token, factors."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
 def stack(causal: nn.Module) -> dict[str, bool]:
     """Gives all experts of `causal` grouped linear layers, in place. Returns the names of the parameters that
     they replace, and whether the checkpoint's tensor of three dimensions is turned.
     """
     found: dict[str, bool] = {}
     for prefix, module in causal.named_modules():
-        if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate"):
+        if not is_mixture(module):
             continue
         for name in _PARAMETERS:
             parameter = module._parameters.get(name)

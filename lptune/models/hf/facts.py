@@ -77,6 +77,11 @@ class HFFacts(Facts):
         how = "whose shapes depend on the lengths of documents"
         return f"{self.family!r} has recurrent layers, {how}" if self.is_recurrent else None
 
+    @property
+    def why_not_cut(self) -> str | None:
+        """Its modules are transformers', and have no plan."""
+        return f"{self.family!r} is built by transformers' code, whose matrices lptune cannot cut"
+
     def check(self) -> None:
         """Tries a small model of the same config (check.py)."""
         from lptune.models.hf.check import check

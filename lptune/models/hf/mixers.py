@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from lptune.models.documents import DocumentBounds
 
@@ -29,8 +30,13 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, documents: DocumentBounds) -> "Rows":
-        """The rows of these documents. Reads their number and lengths back from the device."""
+        """The rows of these documents. Reads their number and lengths back from the device. A dry run has no
+        values: there, each row is one document, without padding.
+        """
         num_tokens = documents.positions_BS.numel()
+        if detect_fake_mode() is not None:
+            places_T = torch.arange(num_tokens, device=documents.positions_BS.device)
+            return cls(places_T, *documents.positions_BS.shape)
         starts = documents.offsets[documents.offsets < num_tokens].unique().long()
         flat = torch.arange(num_tokens, device=starts.device)
         number_T = torch.searchsorted(starts, flat, right=True) - 1

@@ -17,7 +17,7 @@ exported as they are.
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -116,11 +116,13 @@ class HFModel(Backbone):
         return self._body(tokens_BS, documents, None)
 
     def make_cache(self, batch: int, num_places: int) -> Cache | None:
-        """A cache for models of attention alone, with or without windows; of any other the whole row runs
-        for each token.
+        """A cache for models of attention alone, with or without windows, if it proves exact on a small twin;
+        of any other the whole row runs for each token.
         """
+        from lptune.models.hf.check import caches_exactly
+
         kinds = {layer.kind for layer in self.facts.layers}
-        if self.facts.is_recurrent or not kinds <= _CACHED_KINDS:
+        if self.facts.is_recurrent or not kinds <= _CACHED_KINDS or not caches_exactly(self.facts):
             return None
         return attention.PastTokens(batch, num_places, next(self.parameters()).device)
 
@@ -185,14 +187,28 @@ class HFModel(Backbone):
         """Random weights for trials, not those of transformers' own initialization: matrices are normal, with
         a standard deviation of 1 / sqrt(columns), biases 0, other vectors 1.
         """
-        shape = self.get_parameter(name).shape
-        if len(shape) < 2:
-            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
-        return drawn(name, shape, shape[-1] ** -0.5, seed)
+        return _initial(name, tuple(self.get_parameter(name).shape), seed)
+
+    def initial_tensors(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+        """As published checkpoints store them: transformers' table of names, read backwards."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        with torch.device("meta"):
+            causal = _build(_content(self.facts), self.facts.where)
+        state = causal.state_dict()
+        if self.facts.tied:
+            del state[self.facts.word_names[1]]
+        for stored, tensor in revert_weight_conversion(causal, state).items():
+            yield stored, _initial(stored, tuple(tensor.shape), seed)
 
     def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
         """The parts as transformers loads them; without a checkpoint, one of the same name."""
         return self._parts.get(name) or [Part(name, (0,) * len(shape), shape)]
+
+    @property
+    def mixtures(self) -> Mapping[str, nn.Module]:
+        """Those with transformers' interface of experts; Llama 4 and JetMoe have ways of their own."""
+        return {name: each for name, each in self.named_modules() if experts.is_mixture(each)}
 
     def passes_on(self, stored: str) -> bool:
         """Whether `stored` is a constant, or one of the tensors that transformers leaves out by name."""
@@ -245,6 +261,12 @@ class HFModel(Backbone):
         vars(config)["num_hidden_layers"] = len(self.blocks) - len(removed)
         for number in removed:
             delattr(self.blocks, str(number))
+
+
+def _initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    if len(shape) < 2:
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
+    return drawn(name, shape, shape[-1] ** -0.5, seed)
 
 
 def _content(facts: HFFacts) -> str:

@@ -205,6 +205,9 @@ OTHERS = {
     "shadow_loss_difference": Metric("Loss minus that of the shadow check"),
     "shadow_worst_gradient_cosine": Metric("Shadow check: worst gradient cosine"),
     "shadow_worst_sqnr_db": Metric("Shadow check: worst gradient SQNR (dB)"),
+    "shadow_worst_routing_agreement": Metric(
+        "Shadow check: tokens with the same experts", as_percent=True, is_share=True
+    ),
 }
 _UNSHOWN = {"num_tokens", "num_target_tokens", "step_time_s", "compile_time_s", "epoch"}
 """Metrics without a chart: the clock, and times that the tables sum up."""

@@ -18,7 +18,7 @@ from lptune.plan.dry_run import dry_run
 from tests.helpers import hf_types
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
-from tests.recipes.conftest import losses, read_metrics
+from tests.recipes.conftest import losses, read_lines, read_metrics
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "full_finetune.py"
 COMMON = (
@@ -119,11 +119,21 @@ def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
         for name, more in (
             ("low", ["precision.all_gather=low"]),
             ("high", ["precision.all_gather=high"]),
+            (
+                "shadow",
+                ["precision.all_gather=low", "precision.shadow_every=3", "activation_checkpointing=full"],
+            ),
             ("of_one", [f"resume={runs['qwen3_moe'] / half_way}"]),
         ):
             ranks.run(_on_rank, 2, base, str(tmp_path), name, *more)
     found = losses(tmp_path / "low")
     assert losses(tmp_path / "high") == found  # bit for bit
+    assert losses(tmp_path / "shadow") == found
+    for check in read_lines(tmp_path / "shadow" / "shadow.jsonl"):
+        assert list(check["routing"]) == [f"model.layers.{number}.mlp.experts" for number in range(4)]
+        assert all(0.5 < share <= 1 for share in check["routing"].values())  # by chance: 1 of 28
+        row = read_metrics(tmp_path / "shadow")[check["step"] - 1]
+        assert row["shadow_worst_routing_agreement"] == min(check["routing"].values())
     alone = losses(runs["qwen3_moe"])
     first, of_alone = read_metrics(tmp_path / "low")[0], read_metrics(runs["qwen3_moe"])[0]
     assert first["loss"] == pytest.approx(of_alone["loss"], rel=1e-6)
@@ -145,8 +155,12 @@ def test_what_such_a_model_cannot_do_is_one_line(bases: dict[str, Path], tmp_pat
     with pytest.raises(UserError, match=r"compile: 'lfm2_moe' has recurrent layers.*set compile=none"):
         _train(bases["lfm2_moe"], tmp_path, "compiled", "compile=block")
     config = write_config(tmp_path / "c.yaml", bases["lfm2_moe"], tmp_path / "run")
-    with pytest.raises(UserError, match="set compile=none"):  # before rows are prepared
-        preflight.check_models(load_config(FinetuneConfig, config, ["compile=block"]))
+    for asked, why in (
+        ("compile=block", "set compile=none"),
+        ("parallel.tensor=2", r"set parallel\.tensor=1"),
+    ):
+        with pytest.raises(UserError, match=why):  # before rows are prepared
+            preflight.check_models(load_config(FinetuneConfig, config, [asked]))
 
 
 def test_a_large_mixture_is_planned(tmp_path: Path) -> None:

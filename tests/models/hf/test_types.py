@@ -7,51 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lptune import checkpoint, linear, models
 from lptune.base.errors import UserError
+from lptune.config import FinetuneConfig, load_config
 from lptune.linear.verify import verify_step
-from lptune.models import DocumentBounds
 from lptune.models.hf import attention, check, mixers
+from lptune.plan.dry_run import dry_run
 from tests.helpers import hf_types
-
-LENGTHS = ((20, 11, 17), (5, 43))
-SEQ_LEN = sum(LENGTHS[0])
-
-
-def bounds() -> DocumentBounds:
-    rows = LENGTHS
-    starts = [
-        row * SEQ_LEN + sum(lengths[:n]) for row, lengths in enumerate(rows) for n in range(len(lengths))
-    ]
-    num_tokens = len(rows) * SEQ_LEN
-    return DocumentBounds(
-        torch.tensor([[place for length in row for place in range(length)] for row in rows]),
-        torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in rows]),
-        torch.tensor([*starts, *[num_tokens] * (num_tokens + 1 - len(starts))], dtype=torch.int32),
-    )
-
-
-def loaded(folder: Path) -> models.Backbone:
-    """The model of `folder`, every value of which was read or computed."""
-    base = checkpoint.read_base(str(folder), print)
-    model = models.build_on_meta(base.config).to_empty(device="cpu")
-    with torch.no_grad():
-        for each in (*model.parameters(), *model.buffers()):
-            each.fill_(torch.nan) if each.is_floating_point() else each.fill_(-1)
-    model.reset_buffers("cpu")
-    checkpoint.load_hf(model, base.index)
-    return model
-
-
-def alone(reference: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
-    """Logits (B, S, V), each document by itself."""
-    rows = []
-    for row, lengths in enumerate(LENGTHS):
-        parts = tokens_BS[row].split(list(lengths))
-        rows.append(torch.cat([reference(input_ids=part[None], use_cache=False).logits[0] for part in parts]))
-    return torch.stack(rows)
+from tests.helpers.packed import LENGTHS, SEQ_LEN, alone, bounds, loaded
+from tests.helpers.tiny_recipe import write_config
 
 
 @pytest.mark.parametrize("kind", hf_types.TYPES)
@@ -84,6 +49,18 @@ def test_packed_documents_have_the_logits_that_transformers_gives_each_alone(
             assert parameter.grad.isfinite().all(), name
 
 
+@pytest.mark.parametrize("kind", ["lfm2_moe", "nemotron_h", "falcon_h1"])
+def test_a_recurrent_model_is_planned(kind: str, tmp_path: Path) -> None:
+    """A dry run has no documents to count. Blocks of falcon_h1 return a tuple."""
+    hf_types.config(kind).save_pretrained(tmp_path)
+    config = write_config(tmp_path / "c.yaml", tmp_path, tmp_path / "run")
+    cfg = load_config(FinetuneConfig, config, ["data.seq_len=32", "precision.kind=int8_rowcol"])
+    facts = models.read_config(tmp_path)
+    found = dry_run(cfg, facts, world_size=2)
+    assert found.num_parameters == models.num_parameters(models.build_on_meta(facts))
+    assert found.peak_bytes > 16 * found.num_parameters / 2
+
+
 def test_experts_are_converted_and_the_router_is_not(tmp_path: Path) -> None:
     hf_types.config("afmoe").save_pretrained(tmp_path)
     model = models.build_on_meta(models.read_config(tmp_path))
@@ -97,7 +74,9 @@ def test_experts_are_converted_and_the_router_is_not(tmp_path: Path) -> None:
     assert all(layer.flops_per_gemm == 2 * layer.in_features * layer.out_features / 4 for layer in experts)
 
 
-@pytest.mark.parametrize("kind", ["olmo3", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text"])
+@pytest.mark.parametrize(
+    "kind", ["olmo3", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "diffllama"]
+)
 def test_a_cache_gives_the_logits_of_whole_rows(kind: str, tmp_path: Path) -> None:
     """Rows of other lengths, beyond the windows of 16; keys and values of other sizes; sinks."""
     hf_types.causal(kind).save_pretrained(tmp_path)
@@ -116,6 +95,18 @@ def test_a_cache_gives_the_logits_of_whole_rows(kind: str, tmp_path: Path) -> No
             for row, logits in zip(now, found, strict=True):
                 expected = model(torch.tensor([row]))[0, -1]
                 assert float((logits - expected).abs().max()) < 2e-5 * float(expected.abs().max())
+
+
+def test_a_cache_that_is_not_exact_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows are slow and right. A window is left out here, which only the small twin can tell."""
+    hf_types.causal("olmo3").save_pretrained(tmp_path)
+    model = loaded(tmp_path)
+    assert model.make_cache(1, 4) is not None
+    real = attention.PastTokens.mask
+    monkeypatch.setattr(attention.PastTokens, "mask", lambda self, window: real(self, None))
+    check.caches_exactly.cache_clear()
+    assert model.make_cache(1, 4) is None
+    check.caches_exactly.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])

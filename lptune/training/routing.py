@@ -1,0 +1,64 @@
+"""Routing agreement: how many tokens does a mixture send to the same experts in low and in high precision?
+
+A router stays high, but its input comes from layers in low precision. A token that two experts suit equally
+well goes to another one by a rounding, which no error of a layer tells: each layer is right for the input
+that it got. So the shadow check counts, for each mixture of experts, the tokens whose set of experts is the
+same in its two passes.
+
+    routing = Routing(model)
+    with routing.of("low"): ...        a forward, with or without backward
+    with routing.of("high"): ...
+    routing.counts()                   tokens with the same experts, and all tokens, by mixture
+
+Hooks see the experts that a token goes to, and are there during the passes alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lptune.models import Backbone
+
+
+class Routing:
+    """The experts that the tokens of two passes go to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: any; only a Backbone says what its mixtures are."""
+        self._mixtures = model.mixtures if isinstance(model, Backbone) else {}
+        self._chosen: dict[str, dict[str, list[Tensor]]] = {}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Within it, each forward of a mixture is noted under `name`."""
+        noted = self._chosen[name] = {mixture: [] for mixture in self._mixtures}
+
+        def note(mixture: str, args: tuple[Any, ...]) -> None:
+            noted[mixture].append(args[1].detach().sort(-1).values)
+
+        hooks = [
+            module.register_forward_pre_hook(lambda _, args, mixture=mixture: note(mixture, args))
+            for mixture, module in self._mixtures.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def counts(self) -> dict[str, Tensor]:
+        """By mixture, float32 (2,): the number of tokens whose experts are the same under both names, in any
+        order, and the number of all tokens of this rank.
+        """
+        low, high = self._chosen.values()
+        found = {}
+        for mixture in self._mixtures:
+            # A forward that backward recomputes comes after those of the pass, and has no counterpart.
+            pairs = zip(low[mixture], high[mixture], strict=False)
+            if same := [(one == other).all(-1).flatten() for one, other in pairs]:
+                same_T = torch.cat(same).float()
+                found[mixture] = torch.stack([same_T.sum(), torch.ones_like(same_T).sum()])
+        return found

@@ -1,0 +1,67 @@
+"""Configs and presets of families that transformers' code builds: planned, made, trained, read back."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from lptune.cli import catalog, ls, recipe
+from lptune.config import FinetuneConfig, load_config
+from lptune.hardware.devices import named_device
+from lptune.models import HF_PRESETS, facts_of_preset, read_config
+from lptune.plan.dry_run import dry_run
+from lptune.plan.fit import fits
+from tests.helpers import warm
+from tests.helpers.tiny_recipe import write_config
+from tests.recipes.conftest import read_metrics
+
+NAMES = [name for name in catalog.configs() if name.partition("/")[0] in HF_PRESETS]
+_SLOW = {"olmo3/32b", "ministral3/8b"}
+RECIPE = Path(__file__).parents[3] / "recipes" / "full_finetune.py"
+
+
+def _int8_command(text: str) -> list[str]:
+    lines = text.split("\n\n")[0].replace("\\\n#", "").splitlines()
+    return shlex.split(next(line for line in lines if "int8_rotated" in line).strip("# "))
+
+
+@pytest.mark.parametrize(
+    "name",
+    # Seconds each; a smaller one of the same type stands for these.
+    [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in NAMES],
+)
+def test_its_int8_command_is_planned_and_fits_an_h100(name: str) -> None:
+    """On meta. The experts' GEMMs are in 8 bits, and weights are gathered in 8 bits."""
+    path = catalog.configs()[name]
+    command = _int8_command(path.read_text(encoding="utf-8"))
+    flags = dict(zip(command[2::2], command[3::2], strict=False))
+    ranks = int(flags.get("--nnodes", 1)) * int(flags.get("--nproc-per-node", 1))
+    overrides = command[command.index("--config") + 2 :]
+    cfg = load_config(FinetuneConfig, path, overrides)
+    found = dry_run(cfg, facts_of_preset(name), ranks, named_device("h100"))
+    preset = HF_PRESETS[name.partition("/")[0]][name.partition("/")[2]]
+    assert found.num_parameters == preset.num_weights == ls.num_weights(name)
+    low = sum(3 * layer.flops_per_gemm for layer in found.plan.converted)
+    # The head stays high (16 % of gpt-oss, whose vocabulary is large); of the rest only routers do.
+    head = sum(3 * layer.flops_per_gemm for layer in found.plan.layers if layer.name == "lm_head")
+    assert low / (found.plan.flops_per_token - head) > 0.99
+    grouped = [layer for layer in found.plan.layers if layer.num_groups]
+    assert all(layer.spec and layer.spec.gathers_low for layer in grouped)
+    assert bool(grouped) == ("num_experts_per_tok" in preset.content)
+    assert fits(found.peak_bytes, named_device("h100"))
+
+
+@pytest.mark.parametrize("family", HF_PRESETS)
+def test_a_new_checkpoint_is_read_by_transformers_and_trains(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = tmp_path / "base"
+    warm.lptune(["new-checkpoint", f"{family}/tiny", str(base)], folder=tmp_path).check_returncode()
+    _, report = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert read_config(base).family == HF_PRESETS[family]["tiny"].content["model_type"]
+    config = write_config(tmp_path / "c.yaml", base, tmp_path / "run")
+    options = ["precision.kind=int8_rotated", "num_steps=3", "eval_every_steps=0"]
+    recipe.load_main(RECIPE)(load_config(FinetuneConfig, config, options))
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0]
