@@ -1,9 +1,31 @@
 """The keys that decide what an update does: the optimizer, and the learning rate of each step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lptune.base.errors import UserError
 from lptune.config.checks import at_least, one_of, positive
+
+
+class OptimizerKind(NamedTuple):
+    """What a resume has to know of an optimizer.kind."""
+
+    name: str
+    """For messages."""
+    moments: str
+    """What the optimizer keeps of each weight between updates. Kinds with the same moments continue from each
+    other's checkpoints.
+    """
+    stored: str
+    """How it stores them."""
+    num_bits: int
+
+
+OPTIMIZER_KINDS = {
+    "adamw": OptimizerKind("AdamW", "two moments", "in float32", 32),
+    "adamw_8bit": OptimizerKind("8-bit AdamW", "two moments", "in 8 bits", 8),
+}
+"""By `optimizer.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +33,8 @@ class OptimizerConfig:
     """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
 
     kind: str = "adamw"
-    """adamw, the only optimizer so far."""
+    """adamw | adamw_8bit: its two moments are stored in float32, or (of matrices of 4,096 elements or more)
+    in 8 bits with a scale for each 128 elements of a row."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -28,13 +51,18 @@ class OptimizerConfig:
     export has the averages (export.ema); training and held-out losses are those of the weights."""
 
     def __post_init__(self) -> None:
-        one_of("optimizer.kind", self.kind, ("adamw",))
+        one_of("optimizer.kind", self.kind, tuple(OPTIMIZER_KINDS))
         positive("optimizer.lr", self.lr)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         positive("optimizer.eps", self.eps)
         for key in ("beta1", "beta2", "ema_decay"):
             if not 0 <= (decay := getattr(self, key)) < 1:
                 raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {decay}")
+        if self.ema_decay and self.kind != "adamw":
+            raise UserError(
+                f"optimizer.ema_decay: belongs to optimizer.kind=adamw, found optimizer.kind={self.kind}; "
+                "leave it out, or average checkpoints (export.average_checkpoints)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -291,8 +291,12 @@ def _run_steps(
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
         log.repeat(times, lambda parameter: list(optimizer.state.get(parameter, {}).values()))
     assert isinstance(optimizer, ListsMoments)
-    states = [optimizer.state[each] for each in whole.parameters() if each in optimizer.state]
-    moments = (state[moment] for state in states for moment in optimizer.MOMENTS)
+    moments = (
+        optimizer.state[each][key]
+        for each in whole.parameters()
+        if each in optimizer.state
+        for key in optimizer.moment_keys(each)
+    )
     state_bytes = sum(each.numel() * each.element_size() for each in moments)
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
 

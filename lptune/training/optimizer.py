@@ -3,7 +3,7 @@
 Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move.
 Parameters are therefore float32 here. For forward they are cast to the compute dtype, by FSDP when it gathers
 or on one rank by compute weights. Weights that are stored in INT8 have no master: their update is rounded
-stochastically (int8_adamw.py).
+stochastically (chunked_adamw.py).
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from lptune.config import OptimizerConfig
 from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.adamw import AdamW, AveragingAdamW
-from lptune.training.int8_adamw import Int8AdamW
+from lptune.training.chunked_adamw import ChunkedAdamW
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
@@ -36,10 +36,11 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     if not groups:
         raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
-    if any(int8_rows(parameter) is not None for parameter in trained):
+    stores_int8 = any(int8_rows(parameter) is not None for parameter in trained)
+    if stores_int8 or cfg.kind != "adamw":
         if cfg.ema_decay:
             raise ValueError("ema_decay: weights that are stored in INT8 cannot be averaged; leave it at 0")
-        return Int8AdamW(groups, names, seed, **options)
+        return ChunkedAdamW(groups, names, seed, cfg.kind, **options)
     # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
     if cfg.ema_decay:
         return AveragingAdamW(groups, cfg.ema_decay, **options, fused=True)

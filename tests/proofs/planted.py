@@ -199,17 +199,17 @@ FAULTS = [
         "replicas each counted their squares in the gradient norm",
     ),
     Fault(
-        "training/int8_adamw.py",
+        "training/chunked_adamw.py",
         'state["step"] -= found_inf',
         "pass",
-        "training/test_int8_adamw.py training/test_update.py",
+        "training/test_chunked_adamw.py training/test_update.py",
         "a skipped step counted in the moments of INT8 weights",
     ),
     Fault(
-        "training/int8_adamw.py",
+        "training/chunked_adamw.py",
         'self.state[parameter]["num_updates"] -= 1',
         "pass",
-        "training/test_int8_adamw.py training/test_update.py",
+        "training/test_chunked_adamw.py training/test_update.py",
         "after a skipped step INT8 weights drew other random bits",
     ),
     Fault(

@@ -8,8 +8,8 @@ step of the hash in memory, as int64: 660 bytes for each element where one pass 
     columns   x is read twice: the first phase finds the amaxes (quantize.py), the second one rounds
     tensor    as for columns
 
-Weights that are stored in INT8 are rounded here too, by rows, after each update (training/int8_adamw.py). An
-update may have to be dropped, which only the device knows: the kernel then stores the values from before.
+Weights that are stored in INT8 are rounded here too, by rows, after each update (training/chunked_adamw.py).
+An update may have to be dropped, which only the device knows: the kernel then stores the values from before.
 
 Ran on an H100 (docs/gpu.md); for other GPUs interpreted, and compiled ahead of time without spills.
 """

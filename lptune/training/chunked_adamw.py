@@ -1,22 +1,26 @@
-"""AdamW for a model some of whose weights are stored in INT8 (`int8_weight_only`).
+"""AdamW where a weight or its moments are not float32: moments in 8 bits (`adamw_8bit`), or weights in INT8
+(`int8_weight_only`).
 
-An update of AdamW is about the learning rate, and far smaller than the step between two INT8 values. Rounding
-the updated weight to nearest would give the old one back, in every step. It is rounded stochastically
-instead: up with the probability of the distance from below, so that the expectation of the stored weight is
-the updated one, and small updates add up over many elements and steps.
+    for a few rows at a time        there is never a float32 copy of a whole parameter
+        w, m, v = float32 values
+        w, m, v = adamw(w, gradient, m, v)      torch's own fused kernel
+        stored  = w, m, v                       moments as in moments.py
 
-    w = q * s                         float32, a few rows at a time: there is never a float32 copy of it all
-    w = adamw(w, gradient, moments)   torch's own fused kernel; moments are plain float32
+A weight in INT8 needs stochastic rounding. An update of AdamW is about the learning rate, far smaller than
+the step between two INT8 values. Rounding the updated weight to nearest would give the old one back, in every
+step. It is rounded up with the probability of the distance from below instead, so that the expectation of the
+stored weight is the updated one, and small updates add up over many elements and steps.
+
     s = amax(row of w) / 127
-    q = floor(w / s + u)              u uniform in [0, 1), but compared and not added, which would round
+    q = floor(w / s + u)            u uniform in [0, 1), but compared and not added, which would round
 
 u is a function of (seed, step, parameter's name, index of the element in the whole weight), so that a run
 that was resumed, or that is sharded by FSDP over another number of ranks, draws the same. Tensor parallelism,
 which also cuts rows and reorders those of fused layers, draws other numbers, equally independent.
 
 An optimizer class and not hooks around torch's: a hook sees the weight before and after a step, and the step
-itself would need a float32 weight to act on. Plain parameters are left to torch's fused AdamW, which shares
-its state and groups with this class.
+itself would need float32 tensors to act on. Parameters that are float32, with float32 moments, are left to
+torch's fused AdamW, which shares its state and groups with this class.
 
 Like torch's fused optimizers it does nothing in a step where its attribute `found_inf`, a 0-dimensional
 float32 tensor on the device of the parameters, is 1. Only the host cannot know: it counts an update for
@@ -33,31 +37,49 @@ from lptune.distributed import first_column, local_rows, on_this_rank
 from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import random_key
-from lptune.training.listed import ListsMoments
+from lptune.training.adamw import MomentsOfAdamW
+from lptune.training.moments import MOMENTS, Storage, keys, new_state, storages
 
 # Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
 # stay in the cache (2**22 took twice as long); a GPU wants few launches, and has not been measured.
 _CPU_CHUNK, _GPU_CHUNK = 2**18, 2**23
 
 
-class Int8AdamW(ListsMoments, torch.optim.Optimizer):
-    """torch.optim.AdamW over plain parameters and Int8Weights alike, sharded or not."""
+class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
+    """torch.optim.AdamW over parameters of every kind, sharded or not; moments are stored as `kind` says."""
 
     SKIPS_BY_FOUND_INF = True
 
     def __init__(
-        self, groups: list[dict[str, Any]], names: Mapping[nn.Parameter, str], seed: int, **options: Any
+        self,
+        groups: list[dict[str, Any]],
+        names: Mapping[nn.Parameter, str],
+        seed: int,
+        kind: str = "adamw",
+        **options: Any,
     ) -> None:
-        """groups: as for AdamW. names: of all Int8Weights among the parameters. options: lr, betas, eps."""
+        """groups: as for AdamW. names: of the parameters. kind: optimizer.kind. options: lr, betas, eps."""
         super().__init__(groups, options)
         self._names, self._seed = names, seed
+        self._storages = {
+            parameter: storages(kind, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
         plain = [
-            {**group, "params": [p for p in group["params"] if int8_rows(p) is None]}
+            {**group, "params": [p for p in group["params"] if self._is_plain(p)]}
             for group in self.param_groups
         ]
         self._plain = torch.optim.AdamW(plain, **options, fused=True)
         self._updated: list[nn.Parameter] = []
-        """The Int8Weights of the last step; not those that had no gradient in it."""
+        """The parameters of the last step that are not plain; not those that had no gradient in it."""
+
+    def storages(self, parameter: nn.Parameter) -> tuple[Storage, Storage]:
+        """How the moments of `parameter` are stored: as optimizer.kind says, if it is large."""
+        return self._storages[parameter]
+
+    def _is_plain(self, parameter: nn.Parameter) -> bool:
+        return int8_rows(parameter) is None and keys(self._storages[parameter]) == MOMENTS
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -68,10 +90,11 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
         for group, plain in zip(self.param_groups, self._plain.param_groups, strict=True):
             plain.update({key: value for key, value in group.items() if key != "params"})
         self._plain.step()
+        self._plain.found_inf = None  # type: ignore[attr-defined]
         self._updated.clear()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and int8_rows(parameter) is not None:
+                if parameter.grad is not None and not self._is_plain(parameter):
                     self._update(parameter, group, found_inf)
                     self._updated.append(parameter)
 
@@ -81,11 +104,10 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
             self.state[parameter]["num_updates"] -= 1
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
-        state = self.state[parameter]
+        state, stored = self.state[parameter], self._storages[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in self.MOMENTS:
-                state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+            state |= new_state(stored, parameter)
             state["num_updates"] = 0
         if "num_updates" not in state:
             # Once after a resume; from there on counted here, as reading it waits for the device.
@@ -98,24 +120,35 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
         key = random_key(self._seed, state["num_updates"], name)
 
         weight, first_row = local_rows(parameter)
-        assert isinstance(weight, Int8Weight)
         assert parameter.grad is not None
-        tensors = [on_this_rank(t) for t in (parameter.grad, *(state[moment] for moment in self.MOMENTS))]
+        g_all_NK = on_this_rank(parameter.grad)
+        parts = [
+            tuple(on_this_rank(state[moment + suffix]) for suffix in storage.SUFFIXES)
+            for moment, storage in zip(MOMENTS, stored, strict=True)
+        ]
         num_rows, k = weight.shape
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
         # One buffer for all parts: memory that is new to the process costs a CPU more than the update.
-        buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=weight.device)
+        buffer_NK = None
+        if isinstance(weight, Int8Weight):
+            buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=weight.device)
+        beta1, beta2 = group["betas"]
         for start in range(0, num_rows, chunk):
             rows = slice(start, min(start + chunk, num_rows))
-            q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
-            w_NK = _dequantize_into(buffer_NK[: len(q_NK)], q_NK, scale_N1)
-            g_NK, exp_avg_NK, exp_avg_sq_NK = (t[rows] for t in tensors)
-            beta1, beta2 = group["betas"]
+            rows_of = [tuple(tensor[rows] for tensor in tensors) for tensors in parts]
+            moments = [storage.read(of, 0) for storage, of in zip(stored, rows_of, strict=True)]
+            if buffer_NK is None:
+                w_NK = weight[rows]
+            else:
+                assert isinstance(weight, Int8Weight)
+                w_NK = _dequantize_into(
+                    buffer_NK[: rows.stop - start], weight.q_NK[rows], weight.scale_N1[rows]
+                )
             torch._fused_adamw_(
                 [w_NK],
-                [g_NK.to(torch.float32)],
-                [exp_avg_NK],
-                [exp_avg_sq_NK],
+                [g_all_NK[rows].to(torch.float32)],
+                [moments[0]],
+                [moments[1]],
                 [],
                 [state["step"]],
                 lr=group["lr"],
@@ -127,16 +160,20 @@ class Int8AdamW(ListsMoments, torch.optim.Optimizer):
                 maximize=False,
                 found_inf=found_inf,
             )
-            updated = quantize_weight_rows(
-                w_NK,
-                key,
-                (first_row + start) * k,
-                # w is then what it was, but would be rounded once more: 127 * s / 127 is not always s.
-                q_before=q_NK,
-                scale_before=scale_N1,
-                found_inf=found_inf,
-            )
-            weight.store(rows, updated)
+            for storage, of, moment in zip(stored, rows_of, moments, strict=True):
+                storage.write(of, moment)
+            if isinstance(weight, Int8Weight):
+                q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
+                updated = quantize_weight_rows(
+                    w_NK,
+                    key,
+                    (first_row + start) * k,
+                    # w is then what it was, but would be rounded once more: 127 * s / 127 is not always s.
+                    q_before=q_NK,
+                    scale_before=scale_N1,
+                    found_inf=found_inf,
+                )
+                weight.store(rows, updated)
         if found_inf is not None:
             state["step"] -= found_inf
 
