@@ -47,6 +47,8 @@ VARIANTS: dict[str, list[str]] = {
     "mxfp8": ["precision.kind=mxfp8"],
     "int8_weight_only": ["precision.kind=int8_weight_only"],
     "adamw_8bit": ["optimizer.kind=adamw_8bit"],
+    "adamw_bf16": ["optimizer.kind=adamw_bf16"],
+    "sgd": ["optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.1"],
 }
 
 
@@ -56,8 +58,7 @@ def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float
     command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config"]
     command += [str(args.config), f"model.path={args.checkpoint}", f"data.source={args.data}"]
     command += [f"seed={seed}", f"num_steps={args.num_steps}", f"output_dir={folder}"]
-    command += VARIANTS[name]
-    command += ["checkpoint.at_end=false", "export.enabled=false", *args.override]
+    command += ["checkpoint.at_end=false", "export.enabled=false", *args.override, *VARIANTS[name]]
     identity = {"command": command[3:], "files": [*_files(args.checkpoint), *_files(args.data)]}
     if _earlier(folder) != identity:
         shutil.rmtree(folder, ignore_errors=True)  # its losses must not be confused with those of this run

@@ -23,7 +23,9 @@ class OptimizerKind(NamedTuple):
 
 OPTIMIZER_KINDS = {
     "adamw": OptimizerKind("AdamW", "two moments", "in float32", 32),
+    "adamw_bf16": OptimizerKind("bf16 AdamW", "two moments", "in bfloat16", 16),
     "adamw_8bit": OptimizerKind("8-bit AdamW", "two moments", "in 8 bits", 8),
+    "sgd": OptimizerKind("SGD", "momentum or nothing", "in float32", 32),
 }
 """By `optimizer.kind`."""
 
@@ -33,8 +35,8 @@ class OptimizerConfig:
     """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
 
     kind: str = "adamw"
-    """adamw | adamw_8bit: its two moments are stored in float32, or (of matrices of 4,096 elements or more)
-    in 8 bits with a scale for each 128 elements of a row."""
+    """adamw | adamw_bf16 | adamw_8bit: AdamW whose two moments are stored in float32, or (of matrices of
+    4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; sgd."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -45,6 +47,8 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: float = 1.0e-8
     """Added to the square root of the second moment."""
+    momentum: float = 0.0
+    """sgd: decay of the sum of gradients that it follows; 0: it follows the gradient, and keeps nothing."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights: ema = ema_decay * ema + (1 - ema_decay) * weight
     after each update, with a smaller decay in the first ones; 0: none. 4 bytes per trained parameter. The
@@ -55,9 +59,13 @@ class OptimizerConfig:
         positive("optimizer.lr", self.lr)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         positive("optimizer.eps", self.eps)
-        for key in ("beta1", "beta2", "ema_decay"):
+        for key in ("beta1", "beta2", "momentum", "ema_decay"):
             if not 0 <= (decay := getattr(self, key)) < 1:
                 raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {decay}")
+        others = ("beta1", "beta2", "eps") if self.kind == "sgd" else ("momentum",)
+        for key in others:
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
+                raise UserError(f"optimizer.{key}: optimizer.kind={self.kind} does not have it; leave it out")
         if self.ema_decay and self.kind != "adamw":
             raise UserError(
                 f"optimizer.ema_decay: belongs to optimizer.kind=adamw, found optimizer.kind={self.kind}; "

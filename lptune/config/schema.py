@@ -357,6 +357,11 @@ class RunConfig:
                 f"optimizer.ema_decay: precision.kind={self.precision.kind} keeps no float32 weights to "
                 "average; use export.average_checkpoints, or another precision.kind"
             )
+        if self.optimizer.kind == "sgd" and PRECISION_KINDS[self.precision.kind].stores_low:
+            raise UserError(
+                f"optimizer.kind: sgd does not round stochastically, precision.kind={self.precision.kind} "
+                "needs it; use adamw or adamw_8bit, or another precision.kind"
+            )
         if self.precision.checks_shadow and self.parallel.tensor > 1:
             raise UserError(
                 f"precision.shadow_every: compares whole layers, and parallel.tensor={self.parallel.tensor} "

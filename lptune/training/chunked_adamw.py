@@ -38,7 +38,7 @@ from lptune.kernels import quantize_weight_rows, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import random_key
 from lptune.training.adamw import MomentsOfAdamW
-from lptune.training.moments import MOMENTS, Storage, keys, new_state, storages
+from lptune.training.moments import MOMENTS, RandomBits, Storage, keys, new_state, storages
 
 # Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
 # stay in the cache (2**22 took twice as long); a GPU wants few launches, and has not been measured.
@@ -160,14 +160,15 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 maximize=False,
                 found_inf=found_inf,
             )
-            for storage, of, moment in zip(stored, rows_of, moments, strict=True):
-                storage.write(of, moment)
+            first = (first_row + start) * k
+            for number, (storage, of, moment) in enumerate(zip(stored, rows_of, moments, strict=True), 1):
+                storage.write(of, moment, RandomBits(key ^ number, first))
             if isinstance(weight, Int8Weight):
                 q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
                 updated = quantize_weight_rows(
                     w_NK,
                     key,
-                    (first_row + start) * k,
+                    first,
                     # w is then what it was, but would be rounded once more: 127 * s / 127 is not always s.
                     q_before=q_NK,
                     scale_before=scale_N1,

@@ -1,4 +1,7 @@
-"""How the two moments of AdamW are stored between updates: in float32, or in 8 bits with scales of blocks.
+"""How the two moments of AdamW are stored between updates: in float32, in bfloat16, or in 8 bits with scales.
+
+In bfloat16 the second moment is rounded stochastically: one that decays by a thousandth an update (beta2
+0.999) would keep every bit if it were rounded to nearest, as steps of bfloat16 are 2**-8 of a number.
 
 8 bits (Dettmers et al., arXiv:2110.02861). A row is cut into blocks of BLOCK elements, the last of which may
 be shorter. Of a block the largest magnitude is stored, and of each element a code of 8 bits:
@@ -29,13 +32,14 @@ fewer than 4,096 elements or rows shorter than half a block; and what tensor par
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lptune.distributed import blocks_are_whole, on_this_rank, zeros_by_blocks
+from lptune.kernels import round_to_bfloat16
 from lptune.linear import placed_as
 
 BLOCK = 128
@@ -48,6 +52,14 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-100, torch.finfo(torch.float32).max
 
 Make = Callable[..., Tensor]
 """torch.zeros or torch.empty."""
+
+
+class RandomBits(NamedTuple):
+    """Where the random bits of a few rows come from (numerics.random_key)."""
+
+    key: int
+    first: int
+    """Index of the first element in the whole tensor."""
 
 
 class Storage(Protocol):
@@ -67,8 +79,10 @@ class Storage(Protocol):
         them in the whole rows, for tensors that were made to read.
         """
 
-    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor) -> None:
-        """Stores new values of these rows, which may be what `read` returned; `values_NK` is used up."""
+    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor, bits: RandomBits | None = None) -> None:
+        """Stores new values of these rows, which may be what `read` returned; `values_NK` is used up. bits:
+        for a storage that rounds stochastically; None: to nearest.
+        """
 
 
 class Float32:
@@ -88,10 +102,38 @@ class Float32:
         """The rows themselves, so that what changes them is stored."""
         return parts[0]
 
-    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor) -> None:
+    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor, bits: RandomBits | None = None) -> None:
         """Nothing to do where the values were read here."""
         if values_NK is not parts[0]:
             parts[0].copy_(values_NK)
+
+
+class Bfloat16:
+    """A bfloat16 tensor of the parameter's shape, rounded to nearest or, once an update, stochastically."""
+
+    SUFFIXES: ClassVar[tuple[str, ...]] = ("_bf16",)
+
+    def __init__(self, *, stochastic: bool) -> None:
+        """stochastic: round stochastically where `write` gets random bits."""
+        self._stochastic = stochastic
+
+    def new(self, parameter: Tensor, make: Make = torch.zeros) -> tuple[Tensor, ...]:
+        """One tensor, of the parameter's shape."""
+        return (_like(parameter, torch.bfloat16, make),)
+
+    def num_bytes(self, local: Tensor) -> int:
+        """Two for each element of the part."""
+        return 2 * local.numel()
+
+    def read(self, parts: tuple[Tensor, ...], first_column: int = 0) -> Tensor:
+        """The rows in float32, in a new tensor."""
+        return parts[0].to(torch.float32)
+
+    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor, bits: RandomBits | None = None) -> None:
+        """Rounds the values; a number of bfloat16 stays as it is either way."""
+        if self._stochastic and bits is not None:
+            values_NK = round_to_bfloat16(values_NK, *bits)
+        parts[0].copy_(values_NK)
 
 
 class Blocks8Bit:
@@ -121,7 +163,7 @@ class Blocks8Bit:
             block.mul_(scale)
         return values_NK
 
-    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor) -> None:
+    def write(self, parts: tuple[Tensor, ...], values_NK: Tensor, bits: RandomBits | None = None) -> None:
         """Encodes the values. A block with a NaN becomes NaN; inf becomes the largest float32."""
         codes_NK, scale_NB = parts
         for block, scale in _blocks(values_NK, scale_NB):
@@ -203,6 +245,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 FLOAT32 = Float32()
 STORAGES: dict[str, tuple[Storage, Storage]] = {
     "adamw": (FLOAT32, FLOAT32),
+    "adamw_bf16": (Bfloat16(stochastic=False), Bfloat16(stochastic=True)),
     "adamw_8bit": (EXP_AVG, EXP_AVG_SQ),
 }
 """optimizer.kind -> how the MOMENTS of large matrices are stored; all others are in float32."""
@@ -231,7 +274,7 @@ def new_state(
     return dict(zip(keys(stored), tensors, strict=True))
 
 
-def state_bytes(kind: str, parameter: Tensor) -> int:
+def moment_bytes(kind: str, parameter: Tensor) -> int:
     """Bytes of the MOMENTS of `parameter` on this rank."""
     return sum(each.num_bytes(on_this_rank(parameter)) for each in storages(kind, parameter))
 

@@ -18,11 +18,13 @@ from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.chunked_adamw import ChunkedAdamW
+from lptune.training.moments import moment_bytes
+from lptune.training.sgd import SGD
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW over all trained parameters; weight decay on matrices only. Raises ValueError where there are
-    none, and for averages of weights that are stored in INT8.
+    """The optimizer of `cfg` over all trained parameters; weight decay on matrices only. Raises ValueError
+    where there are none, for averages of weights that are stored in INT8, and for SGD on such weights.
 
     seed: of the stochastic rounding of weights that are stored in INT8.
     """
@@ -37,6 +39,10 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
         raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     stores_int8 = any(int8_rows(parameter) is not None for parameter in trained)
+    if cfg.kind == "sgd":
+        if stores_int8:
+            raise ValueError("sgd does not round stochastically, as weights that are stored in INT8 need it")
+        return SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
     if stores_int8 or cfg.kind != "adamw":
         if cfg.ema_decay:
             raise ValueError("ema_decay: weights that are stored in INT8 cannot be averaged; leave it at 0")
@@ -45,6 +51,13 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     if cfg.ema_decay:
         return AveragingAdamW(groups, cfg.ema_decay, **options, fused=True)
     return AdamW(groups, **options, fused=True)
+
+
+def state_bytes(cfg: OptimizerConfig, parameter: Tensor) -> int:
+    """Bytes that the optimizer keeps of `parameter` on this rank, averages apart."""
+    if cfg.kind == "sgd":
+        return on_this_rank(parameter).nbytes if cfg.momentum else 0
+    return moment_bytes(cfg.kind, parameter)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from lptune.distributed import World, check_compiler, describe_mesh, on_this_ran
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
 from lptune.models import Backbone
-from lptune.training.moments import state_bytes
+from lptune.training.optimizer import state_bytes
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
@@ -70,9 +70,7 @@ def lasting_bytes(model: Backbone, cfg: RunConfig) -> int | None:
         num_bytes = on_this_rank(parameter).nbytes
         total += num_bytes
         if parameter.requires_grad:  # its gradient, moments, and perhaps its moving average
-            total += (2 if cfg.optimizer.ema_decay else 1) * num_bytes + state_bytes(
-                cfg.optimizer.kind, parameter
-            )
+            total += (2 if cfg.optimizer.ema_decay else 1) * num_bytes + state_bytes(cfg.optimizer, parameter)
     return total
 
 

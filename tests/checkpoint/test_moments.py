@@ -44,7 +44,7 @@ def _built(kind: str, world: distributed.World, cut: str = "rows") -> tuple[nn.M
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model, mesh=world.mesh)
-    cfg = OptimizerConfig(kind=kind, lr=1e-2)
+    cfg = OptimizerConfig(kind=kind, lr=1e-2, momentum=0.9 if kind == "sgd" else 0)
     return model, training.build_optimizer(model, cfg)
 
 
@@ -98,34 +98,39 @@ def _moment(stored: dict[str, Tensor], number: int, name: str) -> Tensor:
     raise KeyError(name)
 
 
-def test_they_resume_bitwise_and_go_from_one_rank_to_two_and_back(tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("kind", "suffixes"), [("adamw_8bit", ("_8bit", "_scale")), ("adamw_bf16", ("_bf16",)), ("sgd", ())]
+)
+def test_they_resume_bitwise_and_go_from_one_rank_to_two_and_back(
+    kind: str, suffixes: tuple[str, ...], tmp_path: Path, ranks: Ranks
+) -> None:
     one, two, back = (tmp_path / each for each in ("1", "1-2", "1-2-1"))
-    ranks.run(_part, 1, "", str(one), "adamw_8bit", (0, 2, 3))
-    assert {key for key in _stored(one, 2) if "8bit" in key or "scale" in key} == {
-        f"{moment}_{each}/layers.0.weight" for moment in MOMENTS for each in ("8bit", "scale")
-    }
-    ranks.run(_part, 1, str(one), str(tmp_path / "again"), "adamw_8bit", (2, 3))
+    ranks.run(_part, 1, "", str(one), kind, (0, 2, 3))
+    of_the_matrix = {key for key in _stored(one, 2) if key.endswith("/layers.0.weight")}
+    if kind != "sgd":
+        assert of_the_matrix == {f"{m}{each}/layers.0.weight" for m in MOMENTS for each in suffixes}
+    ranks.run(_part, 1, str(one), str(tmp_path / "again"), kind, (2, 3))
     assert _unlike(_stored(tmp_path / "again", 3), _stored(one, 3)) == []
-    ranks.run(_part, 2, str(one), str(two), "adamw_8bit", (2, 3))
+    ranks.run(_part, 2, str(one), str(two), kind, (2, 3))
     assert _unlike(_stored(two, 2), _stored(one, 2)) == []
-    ranks.run(_part, 1, str(two), str(back), "adamw_8bit", (3,))
+    ranks.run(_part, 1, str(two), str(back), kind, (3,))
     assert _unlike(_stored(back, 3), _stored(two, 3)) == []
     # Rows are updated alike wherever they are.
     assert torch.equal(_stored(two, 3)["layers.0.weight"], _stored(one, 3)["layers.0.weight"])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("low", "num_ranks"), [("adamw_8bit", 1), ("adamw_8bit", 2), ("adamw_bf16", 2)])
 def test_another_kind_continues_from_values_that_are_rounded_once_at_most(
-    num_ranks: int, tmp_path: Path, ranks: Ranks
+    low: str, num_ranks: int, tmp_path: Path, ranks: Ranks
 ) -> None:
-    kinds = ("adamw", "adamw_8bit", "adamw")
+    kinds = ("adamw", low, "adamw")
     folders = [tmp_path / str(number) for number in range(3)]
     ranks.run(_part, 2, "", str(folders[0]), kinds[0], (0, 2))
     for source, folder, kind in zip(folders, folders[1:], kinds[1:], strict=False):
         ranks.run(_part, num_ranks, str(source), str(folder), kind, (2,))
     float32, int8, again = (_stored(folder, 2) for folder in folders)
     name = "layers.0.weight"
-    for number, storage in enumerate(STORAGES["adamw_8bit"]):
+    for number, storage in enumerate(STORAGES[low]):
         before, rounded, after = (_moment(each, number, name) for each in (float32, int8, again))
         parts = storage.new(before)
         storage.write(parts, before.clone())

@@ -38,14 +38,14 @@ CASES: dict[int, list[Case]] = {
     1: [
         ({"kind": "int8_rowcol"}, {}, "adamw"),
         ({"kind": "mxfp8"}, {}, "adamw_8bit"),
-        ({"kind": "float8_tensorwise", "emulate": True}, {"reshard_after_forward": True}, "adamw"),
+        ({"kind": "float8_tensorwise", "emulate": True}, {"reshard_after_forward": True}, "adamw_bf16"),
     ],
     2: [
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}, "adamw"),
         ({"kind": "float8_delayed", "emulate": True}, {}, "adamw_8bit"),
     ],
     4: [
-        ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}, "adamw"),
+        ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}, "sgd"),
         ({"kind": "int8_rowcol", "grad_weight": "folded"}, {"tensor": 2}, "adamw_8bit"),
     ],
 }
@@ -61,7 +61,7 @@ def _config(
         data=DataConfig(source="unused", seq_len=32),
         precision=PrecisionConfig(**precision),
         parallel=ParallelConfig(**parallel),
-        optimizer=OptimizerConfig(kind=optimizer),
+        optimizer=OptimizerConfig(kind=optimizer, momentum=0.5 if optimizer == "sgd" else 0.0),
         device="cpu",
         activation_checkpointing="selective",
         compile="none",
@@ -142,7 +142,7 @@ def _step(
         ),
         "peaks": {name: found.total() for name, found in log.peaks().items()},
         "said": lasting_bytes(model, cfg),
-        "counts": 4 * len(optimizer.state),  # AdamW's number of updates
+        "counts": 0 if kind == "sgd" else 4 * len(optimizer.state),  # AdamW's number of updates
     }
 
 
@@ -161,7 +161,7 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num
         if kind == "adamw" or "tensor" in parallel:  # which leaves some rows in float32
             assert (found.checkpoint_bytes == 12 * found.num_parameters) == (kind == "adamw")
         else:
-            assert found.checkpoint_bytes == 4 * found.num_parameters + _8_bit_bytes()
+            assert found.checkpoint_bytes == 4 * found.num_parameters + _moment_bytes(kind)
         if num_ranks == 1:
             assert not expected
         else:
@@ -194,13 +194,15 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num
                 assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
 
 
-def _8_bit_bytes() -> int:
-    """Of both moments: codes and a scale for each 128 elements of a row, or float32."""
+def _moment_bytes(kind: str) -> int:
+    """Of what is kept: for large matrices bfloat16, or codes and a scale for each 128 elements of a row."""
     total = 0
     for parameter in models.build_on_meta(_model_config()).parameters():
         is_low = parameter.dim() == 2 and parameter.numel() >= 4096
         scales = 4 * len(parameter) * -(-parameter.shape[-1] // 128)
-        total += 2 * (parameter.numel() + scales if is_low else 4 * parameter.numel())
+        low = {"adamw_8bit": parameter.numel() + scales, "adamw_bf16": 2 * parameter.numel()}
+        each = low.get(kind, 4 * parameter.numel()) if is_low else 4 * parameter.numel()
+        total += each * (1 if kind == "sgd" else 2)
     return total
 
 

@@ -7,11 +7,15 @@ import pytest
 from lptune.base.errors import UserError
 from lptune.config import FinetuneConfig, load_config
 from tests.faults.state import digests, stored_tensors
-from tests.recipes.conftest import Run, losses, read_metrics
+from tests.recipes.conftest import Run, losses, read_metrics, refusal
 
 KEYS = ("num_steps=6", "optimizer.lr=1e-3", "eval_every_steps=0", "precision.kind=int8_rowcol")
 KEYS += ("checkpoint.every_steps=1", "checkpoint.keep_last=9", "export.enabled=false")
-KINDS = ("adamw_8bit",)
+KINDS = {
+    "adamw_8bit": ("optimizer.kind=adamw_8bit",),
+    "adamw_bf16": ("optimizer.kind=adamw_bf16", "optimizer.beta2=0.999"),
+    "sgd": ("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03"),
+}
 
 
 def checkpoint_of(run: Path, step: int) -> Path:
@@ -22,7 +26,7 @@ def checkpoint_of(run: Path, step: int) -> Path:
 def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(
     kind: str, run_recipe: Run, tmp_path: Path
 ) -> None:
-    keys = (*KEYS, f"optimizer.kind={kind}")
+    keys = (*KEYS, *KINDS[kind])
     whole, part, two, back = (tmp_path / each for each in ("whole", "part", "two", "back"))
     run_recipe(*keys, f"output_dir={whole}")
     run_recipe(*keys, f"output_dir={part}", f"resume={checkpoint_of(whole, 3)}")
@@ -36,7 +40,7 @@ def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(
     assert losses(back) == pytest.approx(losses(whole)[4:], rel=3e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_bf16"])
 def test_it_learns_as_float32_adamw_does(kind: str, run_recipe: Run, tmp_path: Path) -> None:
     last = []
     for each in ("adamw", kind):
@@ -52,6 +56,11 @@ def test_it_learns_as_float32_adamw_does(kind: str, run_recipe: Run, tmp_path: P
     [
         ("adamw", "adamw_8bit", "moments that were in float32 are in 8 bits from here on, rounded once"),
         ("adamw_8bit", "adamw", "moments that were in 8 bits are in float32 from here on, the same values"),
+        (
+            "adamw_bf16",
+            "adamw_8bit",
+            "moments that were in bfloat16 are in 8 bits from here on, rounded once",
+        ),
     ],
 )
 def test_another_kind_goes_on_with_the_moments_and_says_what_becomes_of_them(
@@ -66,9 +75,23 @@ def test_another_kind_goes_on_with_the_moments_and_says_what_becomes_of_them(
     assert losses(tmp_path / "run") == pytest.approx(losses(first)[3:], rel=1e-4)
 
 
+def test_a_kind_with_other_state_is_refused_before_anything_changes(run_recipe: Run, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    run_recipe(*KEYS, *KINDS["sgd"], f"output_dir={first}")
+    done = run_recipe(*KEYS, f"resume={checkpoint_of(first, 3)}", code=2)
+    assert "was saved with optimizer.kind=sgd, from whose state adamw cannot go on" in refusal(done)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
+        (["optimizer.momentum=0.9"], "optimizer.momentum: optimizer.kind=adamw does not have it"),
+        (
+            ["optimizer.kind=sgd", "optimizer.beta2=0.9"],
+            "optimizer.beta2: optimizer.kind=sgd does not have it",
+        ),
+        (["optimizer.kind=sgd", "precision.kind=int8_weight_only"], "sgd does not round stochastically"),
         (["optimizer.kind=adamw8bit"], "'adamw8bit' is not one of .*; here that is adamw_8bit"),
         (["optimizer.kind=adamw_8bit", "optimizer.ema_decay=0.9"], "belongs to optimizer.kind=adamw, found"),
     ],

@@ -131,6 +131,24 @@ def test_the_first_update_is_that_of_float32_and_what_stays_in_float32_stays_bit
     assert unlike == {"0.weight"}
 
 
+def test_moments_in_bfloat16_stay_unbiased_where_updates_are_below_half_a_step() -> None:
+    # Of a second moment that decays by a thousandth an update, rounding to nearest keeps every bit.
+    num_steps, layer = 100, nn.Linear(64, 64, bias=False)
+    optimizer = training.build_optimizer(layer, OptimizerConfig(kind="adamw_bf16", lr=1e-9, beta2=0.999))
+    layer.weight.grad = torch.ones(64, 64)
+    optimizer.step()
+    optimizer.state[layer.weight]["exp_avg_sq_bf16"].fill_(1.0)
+    layer.weight.grad.zero_()
+    for _ in range(num_steps):
+        optimizer.step()
+    expected = 0.999**num_steps
+    found = optimizer.state[layer.weight]["exp_avg_sq_bf16"].double()
+    # Each update rounds to steps of 2**-8 at most: a variance of step**2 / 4, which the following ones decay.
+    sigma = 2**-8 / 2 * num_steps**0.5 / 64
+    assert abs(float(found.mean()) - expected) < 4 * sigma
+    assert expected < 1 - 20 * sigma
+
+
 def test_a_skipped_step_changes_nothing_and_the_next_one_is_the_one_that_it_would_have_been() -> None:
     model, optimizer = _trained("adamw_8bit", 5)
     before = _all(model, optimizer)

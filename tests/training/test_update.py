@@ -20,7 +20,7 @@ from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun, clip_grad_norm
 
-KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only", "adamw_8bit")
+KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only", "adamw_8bit", "adamw_bf16", "sgd")
 """Of precision, or of an optimizer."""
 BATCH_LOSS = tiny_run.batch_loss
 
@@ -57,7 +57,8 @@ class _Loop:
         precision = {"stochastic_rounding": True} if kind == "int8_rowcol" else {}
         keys: dict[str, Any] = {"parallel": ParallelConfig(tensor=world.tensor_size)}
         if kind in OPTIMIZER_KINDS:
-            keys["optimizer"] = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.1)
+            momentum = {"momentum": 0.9} if kind == "sgd" else {}
+            keys["optimizer"] = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.1, **momentum)
             kind = "int8_weight_only" if kind == "adamw_8bit" else "none"
         cfg = tiny_run.config(kind, precision=precision, **keys)
         self.run = run = TinyRun(cfg, world, tiny_run.decoder_config())
