@@ -48,6 +48,8 @@ VARIANTS: dict[str, list[str]] = {
     "int8_weight_only": ["precision.kind=int8_weight_only"],
     "adamw_8bit": ["optimizer.kind=adamw_8bit"],
     "adamw_bf16": ["optimizer.kind=adamw_bf16"],
+    "master none": ["optimizer.master=none"],
+    "master none, adamw_8bit": ["optimizer.master=none", "optimizer.kind=adamw_8bit"],
     "sgd": ["optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.1"],
 }
 

@@ -40,8 +40,9 @@ def load_state(
     optimizer: see `stored.ListsState`. tensors: further tensors, as in `CheckpointWriter.save`. They are
     filled in place if the checkpoint has them; a run with another precision stored others, or none.
 
-    Raises UserError if a parameter or a tensor of the optimizer is missing in the checkpoint or has another
-    shape or dtype there, or if the checkpoint has the state of another optimizer.
+    Parameters may have any float dtype, as in `load_weights`. Raises UserError if a parameter or a tensor of
+    the optimizer is missing in the checkpoint or has another shape there, if the latter has another dtype, or
+    if the checkpoint has the state of another optimizer.
     """
     saved, num_updates = manifest.shards.keys(), read_state(manifest).num_updates
     files = StoredFiles(manifest)
@@ -51,7 +52,8 @@ def load_state(
         listed |= {each.name for each in part}
     optimized = state_to_fill(model, optimizer, saved, num_updates)
     _check_all_listed(manifest, listed | {each.name for each in optimized}, optimizer)
-    _load(files, [*parameters_of(model), *optimized], further(model, tensors), casts=False)
+    _load(files, parameters_of(model), [], casts=True)  # float32 and bfloat16 ones: optimizer.master
+    _load(files, optimized, further(model, tensors), casts=False)
     weights_changed(model)
 
 

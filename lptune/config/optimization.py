@@ -37,6 +37,9 @@ class OptimizerConfig:
     kind: str = "adamw"
     """adamw | adamw_bf16 | adamw_8bit: AdamW whose two moments are stored in float32, or (of matrices of
     4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; sgd."""
+    master: str = "float32"
+    """float32 | none: what an update changes. none: bfloat16 weights without a float32 copy, rounded
+    stochastically, with bfloat16 gradients: 4 bytes a parameter less than 8 (docs/optimizers.md)."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -56,6 +59,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         one_of("optimizer.kind", self.kind, tuple(OPTIMIZER_KINDS))
+        one_of("optimizer.master", self.master, ("float32", "none"))
         positive("optimizer.lr", self.lr)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         positive("optimizer.eps", self.eps)
@@ -66,6 +70,9 @@ class OptimizerConfig:
         for key in others:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
                 raise UserError(f"optimizer.{key}: optimizer.kind={self.kind} does not have it; leave it out")
+        if self.master == "none" and (self.kind == "sgd" or self.ema_decay):
+            other = "kind=sgd" if self.kind == "sgd" else "ema_decay"
+            raise UserError(f"optimizer.master: none cannot go with optimizer.{other}; leave out one of them")
         if self.ema_decay and self.kind != "adamw":
             raise UserError(
                 f"optimizer.ema_decay: belongs to optimizer.kind=adamw, found optimizer.kind={self.kind}; "

@@ -128,8 +128,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def first_column(tensor: Tensor) -> int:
-    """Index of the first column of this rank's part of a matrix."""
-    return _box(tensor)[1][0] if isinstance(tensor, DTensor) else 0
+    """Index of the first column of this rank's part of a matrix; 0 of a vector."""
+    return _box(tensor)[1][0] if isinstance(tensor, DTensor) and tensor.dim() > 1 else 0
 
 
 def is_first_holder(tensor: Tensor) -> bool:

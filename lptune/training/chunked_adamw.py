@@ -1,18 +1,20 @@
-"""AdamW where a weight or its moments are not float32: moments in 8 bits (`adamw_8bit`), or weights in INT8
-(`int8_weight_only`).
+"""AdamW where a weight or its moments are not float32: moments of `adamw_8bit` and `adamw_bf16`, weights in
+INT8 (`int8_weight_only`), weights in bfloat16 (optimizer.master=none).
 
     for a few rows at a time        there is never a float32 copy of a whole parameter
         w, m, v = float32 values
         w, m, v = adamw(w, gradient, m, v)      torch's own fused kernel
         stored  = w, m, v                       moments as in moments.py
 
-A weight in INT8 needs stochastic rounding. An update of AdamW is about the learning rate, far smaller than
-the step between two INT8 values. Rounding the updated weight to nearest would give the old one back, in every
-step. It is rounded up with the probability of the distance from below instead, so that the expectation of the
-stored weight is the updated one, and small updates add up over many elements and steps.
+A weight in INT8 or bfloat16 needs stochastic rounding. An update of AdamW is about the learning rate, far
+smaller than the step between two of their values. Rounding the updated weight to nearest would give the old
+one back, in every step. It is rounded up with the probability of the distance from below instead, so that the
+expectation of the stored weight is the updated one, and small updates add up over many elements and steps.
 
     s = amax(row of w) / 127
     q = floor(w / s + u)            u uniform in [0, 1), but compared and not added, which would round
+
+(in bfloat16 kernels.round_to_bfloat16)
 
 u is a function of (seed, step, parameter's name, index of the element in the whole weight), so that a run
 that was resumed, or that is sharded by FSDP over another number of ranks, draws the same. Tensor parallelism,
@@ -27,6 +29,7 @@ float32 tensor on the device of the parameters, is 1. Only the host cannot know:
 the random bits until `take_back` tells it.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.distributed import first_column, local_rows, on_this_rank
-from lptune.kernels import quantize_weight_rows, type_of
+from lptune.kernels import quantize_weight_rows, round_to_bfloat16, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import random_key
 from lptune.training.adamw import MomentsOfAdamW
@@ -61,11 +64,7 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         """groups: as for AdamW. names: of the parameters. kind: optimizer.kind. options: lr, betas, eps."""
         super().__init__(groups, options)
         self._names, self._seed = names, seed
-        self._storages = {
-            parameter: storages(kind, parameter)
-            for group in self.param_groups
-            for parameter in group["params"]
-        }
+        self._kind = kind
         plain = [
             {**group, "params": [p for p in group["params"] if self._is_plain(p)]}
             for group in self.param_groups
@@ -76,10 +75,11 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
 
     def storages(self, parameter: nn.Parameter) -> tuple[Storage, Storage]:
         """How the moments of `parameter` are stored: as optimizer.kind says, if it is large."""
-        return self._storages[parameter]
+        return storages(self._kind, parameter)
 
     def _is_plain(self, parameter: nn.Parameter) -> bool:
-        return int8_rows(parameter) is None and keys(self._storages[parameter]) == MOMENTS
+        is_float32 = int8_rows(parameter) is None and parameter.dtype == torch.float32
+        return is_float32 and keys(self.storages(parameter)) == MOMENTS
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -104,7 +104,7 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
             self.state[parameter]["num_updates"] -= 1
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
-        state, stored = self.state[parameter], self._storages[parameter]
+        state, stored = self.state[parameter], self.storages(parameter)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= new_state(stored, parameter)
@@ -121,16 +121,18 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
 
         weight, first_row = local_rows(parameter)
         assert parameter.grad is not None
-        g_all_NK = on_this_rank(parameter.grad)
+        num_rows, k = weight.shape[0], math.prod(weight.shape[1:])  # a vector has rows of one element
+        if not isinstance(weight, Int8Weight):
+            weight = weight.view(num_rows, k)
+        g_all_NK = on_this_rank(parameter.grad).reshape(num_rows, k)
         parts = [
-            tuple(on_this_rank(state[moment + suffix]) for suffix in storage.SUFFIXES)
+            tuple(on_this_rank(state[moment + suffix]).view(num_rows, -1) for suffix in storage.SUFFIXES)
             for moment, storage in zip(MOMENTS, stored, strict=True)
         ]
-        num_rows, k = weight.shape
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
         # One buffer for all parts: memory that is new to the process costs a CPU more than the update.
         buffer_NK = None
-        if isinstance(weight, Int8Weight):
+        if isinstance(weight, Int8Weight) or weight.dtype != torch.float32:
             buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=weight.device)
         beta1, beta2 = group["betas"]
         for start in range(0, num_rows, chunk):
@@ -139,11 +141,12 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
             moments = [storage.read(of, 0) for storage, of in zip(stored, rows_of, strict=True)]
             if buffer_NK is None:
                 w_NK = weight[rows]
-            else:
-                assert isinstance(weight, Int8Weight)
+            elif isinstance(weight, Int8Weight):
                 w_NK = _dequantize_into(
                     buffer_NK[: rows.stop - start], weight.q_NK[rows], weight.scale_N1[rows]
                 )
+            else:
+                w_NK = buffer_NK[: rows.stop - start].copy_(weight[rows])
             torch._fused_adamw_(
                 [w_NK],
                 [g_all_NK[rows].to(torch.float32)],
@@ -160,21 +163,22 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 maximize=False,
                 found_inf=found_inf,
             )
-            first = (first_row + start) * k
+            bits = RandomBits(key, (first_row + start) * k)
             for number, (storage, of, moment) in enumerate(zip(stored, rows_of, moments, strict=True), 1):
-                storage.write(of, moment, RandomBits(key ^ number, first))
+                storage.write(of, moment, bits._replace(key=key ^ number))
             if isinstance(weight, Int8Weight):
                 q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
                 updated = quantize_weight_rows(
                     w_NK,
-                    key,
-                    first,
+                    *bits,
                     # w is then what it was, but would be rounded once more: 127 * s / 127 is not always s.
                     q_before=q_NK,
                     scale_before=scale_N1,
                     found_inf=found_inf,
                 )
                 weight.store(rows, updated)
+            elif buffer_NK is not None:
+                weight[rows] = round_to_bfloat16(w_NK, *bits)
         if found_inf is not None:
             state["step"] -= found_inf
 

@@ -1,9 +1,9 @@
-"""AdamW on float32 master weights, and the global gradient norm.
+"""The optimizer that a config names, and the global gradient norm.
 
 Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move.
-Parameters are therefore float32 here. For forward they are cast to the compute dtype, by FSDP when it gathers
-or on one rank by compute weights. Weights that are stored in INT8 have no master: their update is rounded
-stochastically (chunked_adamw.py).
+Parameters are therefore float32 here, or bfloat16 that is rounded stochastically (optimizer.master=none). For
+forward they are cast to the compute dtype, by FSDP when it gathers or on one rank by compute weights. Weights
+that are stored in INT8 have no master: their update is rounded stochastically (chunked_adamw.py).
 """
 
 from typing import Any
@@ -43,9 +43,9 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
         if stores_int8:
             raise ValueError("sgd does not round stochastically, as weights that are stored in INT8 need it")
         return SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
-    if stores_int8 or cfg.kind != "adamw":
+    if stores_int8 or cfg.kind != "adamw" or cfg.master == "none":
         if cfg.ema_decay:
-            raise ValueError("ema_decay: weights that are stored in INT8 cannot be averaged; leave it at 0")
+            raise ValueError("ema_decay: averages need float32 weights and moments; leave it at 0")
         return ChunkedAdamW(groups, names, seed, cfg.kind, **options)
     # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
     if cfg.ema_decay:

@@ -169,6 +169,20 @@ def test_a_count_of_its_own_comes_along(tmp_path: Path) -> None:
     assert counts == {3.0}
 
 
+@pytest.mark.parametrize("before", ["adamw", "adamw_8bit"])
+def test_a_parameter_that_is_frozen_after_a_resume_keeps_its_moments(before: str, tmp_path: Path) -> None:
+    with distributed.session("cpu") as world:
+        model, optimizer = _built(before, world)
+        _train(model, optimizer, 0, 2)
+        path = save(tmp_path, 2, model, optimizer, world)
+        model = Toy()
+        model.layers[0].weight.requires_grad_(False)
+        optimizer = training.build_optimizer(model, OptimizerConfig(kind="adamw_8bit"))
+        checkpoint.load_state(checkpoint.verify(path), model, optimizer)
+        save(tmp_path, 3, model, optimizer, world)
+    assert {f"exp_avg{each}/layers.0.weight" for each in ("_8bit", "_scale")} <= _stored(tmp_path, 3).keys()
+
+
 def test_a_flipped_bit_of_a_code_or_a_scale_is_found(tmp_path: Path) -> None:
     with distributed.session("cpu") as world:
         model, optimizer = _built("adamw_8bit", world)

@@ -38,19 +38,21 @@ CASES: dict[int, list[Case]] = {
     1: [
         ({"kind": "int8_rowcol"}, {}, "adamw"),
         ({"kind": "mxfp8"}, {}, "adamw_8bit"),
+        ({"kind": "int8_rowcol"}, {}, "adamw_8bit, no master"),
         ({"kind": "float8_tensorwise", "emulate": True}, {"reshard_after_forward": True}, "adamw_bf16"),
     ],
     2: [
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}, "adamw"),
         ({"kind": "float8_delayed", "emulate": True}, {}, "adamw_8bit"),
+        ({"kind": "int8_rowcol"}, {}, "adamw, no master"),
     ],
     4: [
         ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}, "sgd"),
         ({"kind": "int8_rowcol", "grad_weight": "folded"}, {"tensor": 2}, "adamw_8bit"),
     ],
 }
-"""Number of ranks -> keys of precision and of parallel, and optimizer.kind. The last one gathers tokens in 8
-bits, too."""
+"""Number of ranks -> keys of precision and of parallel, and optimizer.kind, perhaps without masters. The
+last one gathers tokens in 8 bits, too."""
 
 
 def _config(
@@ -61,7 +63,11 @@ def _config(
         data=DataConfig(source="unused", seq_len=32),
         precision=PrecisionConfig(**precision),
         parallel=ParallelConfig(**parallel),
-        optimizer=OptimizerConfig(kind=optimizer, momentum=0.5 if optimizer == "sgd" else 0.0),
+        optimizer=OptimizerConfig(
+            kind=optimizer.partition(",")[0],
+            momentum=0.5 if optimizer == "sgd" else 0.0,
+            master="none" if optimizer.endswith("no master") else "float32",
+        ),
         device="cpu",
         activation_checkpointing="selective",
         compile="none",
@@ -161,7 +167,8 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num
         if kind == "adamw" or "tensor" in parallel:  # which leaves some rows in float32
             assert (found.checkpoint_bytes == 12 * found.num_parameters) == (kind == "adamw")
         else:
-            assert found.checkpoint_bytes == 4 * found.num_parameters + _moment_bytes(kind)
+            weights = (2 if kind.endswith("no master") else 4) * found.num_parameters
+            assert found.checkpoint_bytes == weights + _moment_bytes(kind.partition(",")[0])
         if num_ranks == 1:
             assert not expected
         else:
@@ -188,7 +195,8 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num
             if num_ranks == 1 and "reshard_after_forward" not in parallel:
                 # Of each parameter a copy in bf16; or in 8 bits, with a scale for each row.
                 copies = found.peaks["backward"][memory.GATHERED]
-                assert copies == _copied_bytes(precision["kind"])
+                has_masters = not kind.endswith("no master")
+                assert copies == _copied_bytes(precision["kind"], has_masters)
             for phase in ("forward", "backward"):
                 peak = found.peaks[phase].total() - found.resting[memory.OPTIMIZER]
                 assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
@@ -206,14 +214,15 @@ def _moment_bytes(kind: str) -> int:
     return total
 
 
-def _copied_bytes(kind: str) -> int:
+def _copied_bytes(kind: str, has_masters: bool) -> int:
     model = models.build_on_meta(_model_config())
     linear.convert(model, kind, device=torch.device("cpu"))
     total = 0
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             is_low = isinstance(module, linear.LowPrecisionLinear) and module.spec.gathers_low
-            total += parameter.numel() + 4 * len(parameter) if is_low else 2 * parameter.numel()
+            copied = 2 * parameter.numel() if has_masters else 0
+            total += parameter.numel() + 4 * len(parameter) if is_low else copied
     return total
 
 
