@@ -10,8 +10,6 @@ from lptune.config.checks import at_least, one_of, positive
 class OptimizerKind(NamedTuple):
     """What a resume has to know of an optimizer.kind."""
 
-    name: str
-    """For messages."""
     moments: str
     """What the optimizer keeps of each weight between updates. Kinds with the same moments continue from each
     other's checkpoints.
@@ -22,10 +20,10 @@ class OptimizerKind(NamedTuple):
 
 
 OPTIMIZER_KINDS = {
-    "adamw": OptimizerKind("AdamW", "two moments", "in float32", 32),
-    "adamw_bf16": OptimizerKind("bf16 AdamW", "two moments", "in bfloat16", 16),
-    "adamw_8bit": OptimizerKind("8-bit AdamW", "two moments", "in 8 bits", 8),
-    "sgd": OptimizerKind("SGD", "momentum or nothing", "in float32", 32),
+    "adamw": OptimizerKind("two moments", "in float32", 32),
+    "adamw_bf16": OptimizerKind("two moments", "in bfloat16", 16),
+    "adamw_8bit": OptimizerKind("two moments", "in 8 bits", 8),
+    "sgd": OptimizerKind("momentum or nothing", "in float32", 32),
 }
 """By `optimizer.kind`."""
 

@@ -274,11 +274,6 @@ def new_state(
     return dict(zip(keys(stored), tensors, strict=True))
 
 
-def moment_bytes(kind: str, parameter: Tensor) -> int:
-    """Bytes of the MOMENTS of `parameter` on this rank."""
-    return sum(each.num_bytes(on_this_rank(parameter)) for each in storages(kind, parameter))
-
-
 def convert(
     theirs: tuple[Storage, Storage],
     read: Mapping[str, Tensor],

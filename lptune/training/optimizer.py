@@ -18,7 +18,6 @@ from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.chunked_adamw import ChunkedAdamW
-from lptune.training.moments import moment_bytes
 from lptune.training.sgd import SGD
 
 
@@ -51,13 +50,6 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     if cfg.ema_decay:
         return AveragingAdamW(groups, cfg.ema_decay, **options, fused=True)
     return AdamW(groups, **options, fused=True)
-
-
-def state_bytes(cfg: OptimizerConfig, parameter: Tensor) -> int:
-    """Bytes that the optimizer keeps of `parameter` on this rank, averages apart."""
-    if cfg.kind == "sgd":
-        return on_this_rank(parameter).nbytes if cfg.momentum else 0
-    return moment_bytes(cfg.kind, parameter)
 
 
 @torch.no_grad()

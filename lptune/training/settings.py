@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from lptune.base.files import read_object
-from lptune.config import OPTIMIZER_KINDS, PRECISION_KINDS, RunConfig, check_batches
+from lptune.config import PRECISION_KINDS, RunConfig, check_batches
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
 from lptune.models import Backbone
-from lptune.training.optimizer import state_bytes
+from lptune.training.listed import ListsMoments
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
@@ -27,6 +27,7 @@ def check_settings(cfg: RunConfig, world: World) -> None:
 
 def describe_run(
     model: Backbone,
+    optimizer: torch.optim.Optimizer,
     plan: Plan,
     cfg: RunConfig,
     world: World,
@@ -46,40 +47,38 @@ def describe_run(
         world.device, compute_dtype, one_document_per_row=one_document_per_row, seq_len=cfg.data.seq_len
     )
     backend = plan.backend(world.device.type)
-    memory = lasting_bytes(model, cfg)
-    optimizer = OPTIMIZER_KINDS[cfg.optimizer.kind].name
+    memory = lasting_bytes(model, optimizer, cfg)
     emulated = emulated_bfloat16(cfg.compute_dtype, world.device)
     return [
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
         f"{describe_mesh(model, world)}",
         f"attention by {attention}" + (f", 8-bit GEMMs by {backend}" if backend else ""),
-        *([f"memory: {_of_the_device(memory, optimizer, world)}"] if memory is not None else []),
+        *([f"memory: {_of_the_device(memory, world)}"] if memory is not None else []),
         *(f"note: {note}" for note in [*emulated, *_notes(model, cfg, num_steps)]),
     ]
 
 
-def lasting_bytes(model: Backbone, cfg: RunConfig) -> int | None:
+def lasting_bytes(model: Backbone, optimizer: torch.optim.Optimizer, cfg: RunConfig) -> int | None:
     """The bytes that weights, their gradients and the optimizer's state take on this rank, once the first
-    step is done. None for weights that are stored in 8 bits. `lptune plan` adds what a step takes for a
-    while.
+    step is done. None for weights that are stored in 8 bits, and for an optimizer that does not say what it
+    keeps (ListsMoments). `lptune plan` adds what a step takes for a while.
     """
-    if PRECISION_KINDS[cfg.precision.kind].stores_low:
+    if PRECISION_KINDS[cfg.precision.kind].stores_low or not isinstance(optimizer, ListsMoments):
         return None
     total = 0
     for parameter in model.parameters():
-        num_bytes = on_this_rank(parameter).nbytes
-        total += num_bytes
-        if parameter.requires_grad:  # its gradient, moments, and perhaps its moving average
-            total += (2 if cfg.optimizer.ema_decay else 1) * num_bytes + state_bytes(cfg.optimizer, parameter)
+        total += on_this_rank(parameter).nbytes
+        if parameter.requires_grad:
+            total += on_this_rank(parameter).nbytes + optimizer.num_bytes(parameter)
     return total
 
 
-def _of_the_device(num_bytes: int, optimizer: str, world: World) -> str:
+def _of_the_device(num_bytes: int, world: World) -> str:
     taken = f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
     if world.device.type == "cuda":
         taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
     each = " a rank" if world.size > 1 else ""
-    return f"{taken}{each} for weights, gradients and {optimizer}; activations on top"
+    return f"{taken}{each} for weights, gradients and the optimizer; activations on top"
 
 
 def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:
