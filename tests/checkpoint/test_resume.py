@@ -33,6 +33,7 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "precision.kind": "int8_rowcol",
     "optimizer.kind": "adamw_8bit",
     "optimizer.momentum": "0.5",
+    "optimizer.master": "none",
     "precision.output": "high",
     "precision.grad_input": "high",
     "precision.grad_weight": "high",

@@ -252,7 +252,7 @@ ADAM = "Adam adds the decay to the gradient; AdamW does not"
 DECAY = "here on matrices only, not on norms and biases"
 MASTER = (
     "pure bf16 there; here weights, gradients and moments are float32 (16 bytes per parameter, not 8) and "
-    "matmuls bf16, so that small updates are not lost"
+    "matmuls bf16, so that small updates are not lost (optimizer.master=none: bf16, rounded stochastically)"
 )
 PROMPTS = (
     "the text around a prompt is the tokenizer's chat template (or data.chat_template, "
