@@ -26,23 +26,31 @@ IDENTITY = "benchmark.json"
 """In a run's folder: the command, and the files that it read."""
 VARIANTS: dict[str, list[str]] = {
     "none": [],
-    "int8_rowcol": ["kind=int8_rowcol"],
-    "int8_rowcol, grad_input column": ["kind=int8_rowcol", "grad_input=column"],
-    "int8_rowcol, grad_input requantized": ["kind=int8_rowcol", "grad_input=requantized"],
-    "int8_rowcol, grad_input high": ["kind=int8_rowcol", "grad_input=high"],
-    "int8_rowcol, grad_weight folded": ["kind=int8_rowcol", "grad_weight=folded"],
-    "int8_rowcol, head in 8 bits": ["kind=int8_rowcol", "skip=[]"],
-    "int8_rotated": ["kind=int8_rotated"],
-    "int8_tensorwise": ["kind=int8_tensorwise"],
-    "float8_tensorwise": ["kind=float8_tensorwise"],
-    "float8_delayed": ["kind=float8_delayed"],
-    "float8_rowwise": ["kind=float8_rowwise"],
-    "float8_rowwise, grad_input requantized": ["kind=float8_rowwise", "grad_input=requantized"],
-    "float8_rowwise, grad_weight folded": ["kind=float8_rowwise", "grad_weight=folded"],
-    "float8_rowwise_with_gw_hp": ["kind=float8_rowwise_with_gw_hp"],
-    "float8_blockwise": ["kind=float8_blockwise"],
-    "mxfp8": ["kind=mxfp8"],
-    "int8_weight_only": ["kind=int8_weight_only"],
+    "int8_rowcol": ["precision.kind=int8_rowcol"],
+    "int8_rowcol, grad_input column": ["precision.kind=int8_rowcol", "precision.grad_input=column"],
+    "int8_rowcol, grad_input requantized": ["precision.kind=int8_rowcol", "precision.grad_input=requantized"],
+    "int8_rowcol, grad_input high": ["precision.kind=int8_rowcol", "precision.grad_input=high"],
+    "int8_rowcol, grad_weight folded": ["precision.kind=int8_rowcol", "precision.grad_weight=folded"],
+    "int8_rowcol, head in 8 bits": ["precision.kind=int8_rowcol", "precision.skip=[]"],
+    "int8_rotated": ["precision.kind=int8_rotated"],
+    "int8_tensorwise": ["precision.kind=int8_tensorwise"],
+    "float8_tensorwise": ["precision.kind=float8_tensorwise"],
+    "float8_delayed": ["precision.kind=float8_delayed"],
+    "float8_rowwise": ["precision.kind=float8_rowwise"],
+    "float8_rowwise, grad_input requantized": [
+        "precision.kind=float8_rowwise",
+        "precision.grad_input=requantized",
+    ],
+    "float8_rowwise, grad_weight folded": ["precision.kind=float8_rowwise", "precision.grad_weight=folded"],
+    "float8_rowwise_with_gw_hp": ["precision.kind=float8_rowwise_with_gw_hp"],
+    "float8_blockwise": ["precision.kind=float8_blockwise"],
+    "mxfp8": ["precision.kind=mxfp8"],
+    "int8_weight_only": ["precision.kind=int8_weight_only"],
+    "adamw_8bit": ["optimizer.kind=adamw_8bit"],
+    "adamw_bf16": ["optimizer.kind=adamw_bf16"],
+    "master none": ["optimizer.master=none"],
+    "master none, adamw_8bit": ["optimizer.master=none", "optimizer.kind=adamw_8bit"],
+    "sgd": ["optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.1"],
 }
 
 
@@ -52,8 +60,7 @@ def final_loss(name: str, seed: int, args: Any, timeout_s: float) -> tuple[float
     command = [sys.executable, "-m", "lptune.cli.main", "run", "full_finetune", "--config"]
     command += [str(args.config), f"model.path={args.checkpoint}", f"data.source={args.data}"]
     command += [f"seed={seed}", f"num_steps={args.num_steps}", f"output_dir={folder}"]
-    command += [f"precision.{key}" for key in VARIANTS[name]]
-    command += ["checkpoint.at_end=false", "export.enabled=false", *args.override]
+    command += ["checkpoint.at_end=false", "export.enabled=false", *args.override, *VARIANTS[name]]
     identity = {"command": command[3:], "files": [*_files(args.checkpoint), *_files(args.data)]}
     if _earlier(folder) != identity:
         shutil.rmtree(folder, ignore_errors=True)  # its losses must not be confused with those of this run

@@ -24,8 +24,8 @@ GITHUB = "https://github.com/lptune/lptune"
 MENU = {
     "Start": ("tour", "choose_precision", "data", "models", "platforms", "first-run"),
     "Run": (
-        "commands", "advise", "plan", "distributed", "multi_node", "resume", "tracking", "report", "shadow",
-        "sweep", "migrate", "pretraining", "preferences", "distillation",
+        "commands", "advise", "plan", "optimizers", "distributed", "multi_node", "resume", "tracking",
+        "report", "shadow", "sweep", "migrate", "pretraining", "preferences", "distillation",
     ),
     "Results": ("export", "generate", "evaluation"),
     "Library": ("library", "linear", "recipes", "extending"),

@@ -7,7 +7,7 @@ Most of the time goes into touching new memory, page by page; several threads do
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from lptune.base.errors import UserError
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
 from lptune.checkpoint.state import read_state
-from lptune.checkpoint.stored import Stored, further, parameters_of, state_to_fill
+from lptune.checkpoint.stored import Stored, further, parameters_of, state_to_convert, state_to_fill
 from lptune.distributed import Piece
 from lptune.linear import dequantized, fill_stored, is_stored_in_place, stored_beside, weights_changed
 
@@ -40,13 +40,20 @@ def load_state(
     optimizer: see `stored.ListsState`. tensors: further tensors, as in `CheckpointWriter.save`. They are
     filled in place if the checkpoint has them; a run with another precision stored others, or none.
 
-    Raises UserError if a parameter or a tensor of the optimizer is missing in the checkpoint or has another
-    shape or dtype there, or if the checkpoint has the state of another optimizer.
+    Parameters may have any float dtype, as in `load_weights`. Raises UserError if a parameter or a tensor of
+    the optimizer is missing in the checkpoint or has another shape there, if the latter has another dtype, or
+    if the checkpoint has the state of another optimizer.
     """
-    num_updates = read_state(manifest).num_updates
-    optimized = state_to_fill(model, optimizer, manifest.shards.keys(), num_updates)
-    _check_all_listed(manifest, optimized, optimizer)
-    _load(manifest, [*parameters_of(model), *optimized], further(model, tensors), casts=False)
+    saved, num_updates = manifest.shards.keys(), read_state(manifest).num_updates
+    files = StoredFiles(manifest)
+    listed = set[str]()
+    for part in state_to_convert(model, optimizer, saved, num_updates):
+        _load(files, part, [], casts=False)
+        listed |= {each.name for each in part}
+    optimized = state_to_fill(model, optimizer, saved, num_updates)
+    _check_all_listed(manifest, listed | {each.name for each in optimized}, optimizer)
+    _load(files, parameters_of(model), [], casts=True)  # float32 and bfloat16 ones: optimizer.master
+    _load(files, optimized, further(model, tensors), casts=False)
     weights_changed(model)
 
 
@@ -56,14 +63,13 @@ def load_weights(
     """`load_state` without an optimizer, for a model that is not trained. Parameters may have any float
     dtype: the stored float32 values are cast to it.
     """
-    _load(manifest, parameters_of(model), further(model, tensors), casts=True)
+    _load(StoredFiles(manifest), parameters_of(model), further(model, tensors), casts=True)
     weights_changed(model)
 
 
-def _load(manifest: Manifest, needed: Sequence[Stored], optional: Sequence[Stored], *, casts: bool) -> None:
+def _load(files: "StoredFiles", needed: Sequence[Stored], optional: Sequence[Stored], *, casts: bool) -> None:
     """Fills `needed`, and those of `optional` that the checkpoint has. casts: from any float dtype."""
-    files = StoredFiles(manifest)
-    optional = [each for each in optional if each.name in manifest.shards]
+    optional = [each for each in optional if each.name in files.manifest.shards]
     reads: list[Callable[[], None]] = []
     for each in itertools.chain(needed, optional):
         if is_stored_in_place(each.tensor):
@@ -164,13 +170,10 @@ def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
             pass
 
 
-def _check_all_listed(
-    manifest: Manifest, optimized: Iterable[Stored], optimizer: torch.optim.Optimizer
-) -> None:
+def _check_all_listed(manifest: Manifest, listed: Set[str], optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if the checkpoint has optimizer state that this optimizer does not list: it would be
     lost silently. Another optimizer wrote it.
     """
-    listed = {each.name for each in optimized}
     for name, parts in manifest.shards.items():
         if parts[0].file.startswith(_OPTIMIZER_FILES) and name not in listed:
             raise UserError(

@@ -17,7 +17,15 @@ from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
 from lptune.checkpoint.state import RunState, about_run, base_digests
-from lptune.config import PRECISION_KINDS, FinetuneConfig, RunConfig, as_written, default, key_paths
+from lptune.config import (
+    OPTIMIZER_KINDS,
+    PRECISION_KINDS,
+    FinetuneConfig,
+    RunConfig,
+    as_written,
+    default,
+    key_paths,
+)
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
 
@@ -229,6 +237,26 @@ def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> No
                 f"{saved.folder}: was saved with {key} {before.get(key)!r}, this run has {value!r}"
                 f"{meaning or _MEANING.get(key, '')}; restore it, or start anew in another output_dir"
             )
+
+
+def change_of_optimizer(saved: RunState | None, cfg: RunConfig) -> str:
+    """A line that says what becomes of the moments in `saved` if optimizer.kind has changed; else empty.
+    Raises UserError if the optimizer of `cfg` cannot continue from them.
+    """
+    config = saved.content.get("config") if saved else None
+    if saved is None or not isinstance(config, dict):
+        return ""
+    kind, before = cfg.optimizer.kind, config.get("optimizer.kind", "adamw")
+    if kind == before:
+        return ""
+    now, then = OPTIMIZER_KINDS[kind], OPTIMIZER_KINDS.get(before)
+    if then is None or now.moments != then.moments:
+        raise UserError(
+            f"{saved.folder}: was saved with optimizer.kind={before}, from whose state {kind} cannot go on; "
+            "restore it, or export the checkpoint and start anew from that (model.path) in another output_dir"
+        )
+    how = "rounded once" if now.num_bits < then.num_bits else "the same values"
+    return f"note: moments that were {then.stored} are {now.stored} from here on, {how}"
 
 
 def decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:

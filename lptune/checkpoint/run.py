@@ -34,6 +34,7 @@ from lptune.checkpoint.load import load_state
 from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
 from lptune.checkpoint.reference import ReferenceFile
 from lptune.checkpoint.resume import (
+    change_of_optimizer,
     changed_keys,
     check_fingerprint,
     check_num_averaged,
@@ -157,6 +158,7 @@ class Run:
             self.cfg, plan, self._saved, num_steps, data_digest, day, chat_template, others, stops
         ).with_fallen_back(self._fell_back)
         check_fingerprint(self._saved, self._state, self.world)
+        self._optimizer_note = change_of_optimizer(self._saved, self.cfg)
         check_same("data.eval_source" if self.cfg.data.eval_source else "data.source", held_out, self.world)
 
     def last_step(self, step: int, num_steps: int, after: int) -> int:
@@ -192,6 +194,8 @@ class Run:
         if self.step < num_steps:
             if changed := changed_keys(self._saved, self._state, self.world.print, type(self.cfg)):
                 self.world.print(f"note: step {self.step} was trained with {', '.join(changed)}")
+            if self._optimizer_note:
+                self.world.print(self._optimizer_note)
             return False
         check_unchanged(self._saved, self._state, self.world.print, type(self.cfg))
         exports = self.cfg.export.enabled

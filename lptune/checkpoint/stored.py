@@ -14,7 +14,7 @@ optimizers whose state has the shapes of the parameters. A DTensor is stored by 
 Any other tensor must be equal on all ranks: one rank stores it, all ranks load it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -82,9 +82,22 @@ class ListsState(Protocol):
         """
 
 
+@runtime_checkable
+class ConvertsState(ListsState, Protocol):
+    """An optimizer that can continue from state that another one stored in another form."""
+
+    def converted(
+        self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Creates the state that is stored otherwise than this optimizer keeps it. Yields the tensors of one
+        parameter at a time; when they are filled, the next iteration converts them. So never more than one
+        parameter has both. Arguments as of `restored`, which is called afterwards.
+        """
+
+
 def parameters_of(model: nn.Module) -> list[Stored]:
     """All parameters of the model, by name."""
-    return _named(model, dict(model.named_parameters()))
+    return _named(fused_rows(model), dict(model.named_parameters()))
 
 
 def beside_parameters_of(model: nn.Module) -> list[Stored]:
@@ -94,24 +107,34 @@ def beside_parameters_of(model: nn.Module) -> list[Stored]:
         for name, parameter in model.named_parameters()
         for prefix, tensor in stored_beside(parameter).items()
     }
-    return _named(model, beside)
+    return _named(fused_rows(model), beside)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_updates: int) -> list[Stored]:
     """The state of the optimizer, as `ListsState.stored` lists it."""
-    return _named(model, listing(optimizer).stored(_names(model), num_updates))
+    return _named(fused_rows(model), listing(optimizer).stored(_names(model), num_updates))
 
 
 def state_to_fill(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], num_updates: int
 ) -> list[Stored]:
     """The state of the optimizer, created by `ListsState.restored`, to be filled."""
-    return _named(model, listing(optimizer).restored(_names(model), saved, num_updates))
+    return _named(fused_rows(model), listing(optimizer).restored(_names(model), saved, num_updates))
+
+
+def state_to_convert(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], num_updates: int
+) -> Iterator[list[Stored]]:
+    """The state of the optimizer that is stored otherwise than it is kept; see `ConvertsState`."""
+    if isinstance(optimizer, ConvertsState):
+        fused = fused_rows(model)
+        for tensors in optimizer.converted(_names(model), saved, num_updates):
+            yield _named(fused, tensors)
 
 
 def further(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
     """The further tensors of `CheckpointWriter.save`. `PREFIX/NAME` is cut in the same way as NAME."""
-    return _named(model, tensors)
+    return _named(fused_rows(model), tensors)
 
 
 def listing(optimizer: torch.optim.Optimizer) -> ListsState:
@@ -151,7 +174,6 @@ def _names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _named(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
-    fused = fused_rows(model)
+def _named(fused: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> list[Stored]:
     # The name is NAME or PREFIX/NAME; fused rows are those of NAME.
     return [Stored(name, t, fused.get(name.rpartition("/")[2], ())) for name, t in tensors.items()]

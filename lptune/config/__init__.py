@@ -12,7 +12,7 @@ from lptune.config.inference import (
     PromptsConfig,
     SamplingConfig,
 )
-from lptune.config.optimization import OptimizerConfig, ScheduleConfig
+from lptune.config.optimization import OPTIMIZER_KINDS, OptimizerConfig, ScheduleConfig
 from lptune.config.paths import RUN_FILES, RUN_FOLDERS, check_given_files_stay, check_inputs_stay
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.recipes import (
@@ -62,6 +62,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "OPTIMIZER_KINDS",
     "PRECISION_KINDS",
     "KindKeys",
     "RUN_FILES",

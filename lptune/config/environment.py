@@ -38,8 +38,8 @@ _PLACES = {
 _CHOICES = {
     "data.format", "data.on_bad_row", "precision.kind", "precision.output", "precision.grad_input",
     "precision.grad_weight", "precision.grad_format", "precision.all_gather", "precision.tp_all_gather",
-    "optimizer.kind", "schedule.kind", "export.dtype", "device", "compute_dtype", "compile",
-    "activation_checkpointing", "teacher.precision", "logits.dtype",
+    "optimizer.kind", "optimizer.master", "schedule.kind", "export.dtype", "device", "compute_dtype",
+    "compile", "activation_checkpointing", "teacher.precision", "logits.dtype",
 }  # fmt: skip
 _OF_A_SOURCE = {
     f"data.{key}.{leaf}" for key in ("source", "eval_source") for leaf in ("source", "weight", "format")

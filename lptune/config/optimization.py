@@ -1,9 +1,31 @@
 """The keys that decide what an update does: the optimizer, and the learning rate of each step."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lptune.base.errors import UserError
 from lptune.config.checks import at_least, one_of, positive
+
+
+class OptimizerKind(NamedTuple):
+    """What a resume has to know of an optimizer.kind."""
+
+    moments: str
+    """What the optimizer keeps of each weight between updates. Kinds with the same moments continue from each
+    other's checkpoints.
+    """
+    stored: str
+    """How it stores them."""
+    num_bits: int
+
+
+OPTIMIZER_KINDS = {
+    "adamw": OptimizerKind("two moments", "in float32", 32),
+    "adamw_bf16": OptimizerKind("two moments", "in bfloat16", 16),
+    "adamw_8bit": OptimizerKind("two moments", "in 8 bits", 8),
+    "sgd": OptimizerKind("momentum or nothing", "in float32", 32),
+}
+"""By `optimizer.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +33,11 @@ class OptimizerConfig:
     """AdamW on float32 master weights (int8_weight_only: on the INT8 weights themselves)."""
 
     kind: str = "adamw"
-    """adamw, the only optimizer so far."""
+    """adamw | adamw_bf16 | adamw_8bit: AdamW whose two moments are stored in float32, or (of matrices of
+    4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; sgd."""
+    master: str = "float32"
+    """float32 | none: what an update changes. none: bfloat16 weights without a float32 copy, rounded
+    stochastically, with bfloat16 gradients: 4 bytes a parameter less than 8 (docs/optimizers.md)."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -22,19 +48,34 @@ class OptimizerConfig:
     """Decay of the second moment."""
     eps: float = 1.0e-8
     """Added to the square root of the second moment."""
+    momentum: float = 0.0
+    """sgd: decay of the sum of gradients that it follows; 0: it follows the gradient, and keeps nothing."""
     ema_decay: float = 0.0
     """Keep an exponential moving average of the weights: ema = ema_decay * ema + (1 - ema_decay) * weight
     after each update, with a smaller decay in the first ones; 0: none. 4 bytes per trained parameter. The
     export has the averages (export.ema); training and held-out losses are those of the weights."""
 
     def __post_init__(self) -> None:
-        one_of("optimizer.kind", self.kind, ("adamw",))
+        one_of("optimizer.kind", self.kind, tuple(OPTIMIZER_KINDS))
+        one_of("optimizer.master", self.master, ("float32", "none"))
         positive("optimizer.lr", self.lr)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         positive("optimizer.eps", self.eps)
-        for key in ("beta1", "beta2", "ema_decay"):
+        for key in ("beta1", "beta2", "momentum", "ema_decay"):
             if not 0 <= (decay := getattr(self, key)) < 1:
                 raise UserError(f"optimizer.{key}: must be at least 0 and below 1, found {decay}")
+        others = ("beta1", "beta2", "eps") if self.kind == "sgd" else ("momentum",)
+        for key in others:
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
+                raise UserError(f"optimizer.{key}: optimizer.kind={self.kind} does not have it; leave it out")
+        if self.master == "none" and (self.kind == "sgd" or self.ema_decay):
+            other = "kind=sgd" if self.kind == "sgd" else "ema_decay"
+            raise UserError(f"optimizer.master: none cannot go with optimizer.{other}; leave out one of them")
+        if self.ema_decay and self.kind != "adamw":
+            raise UserError(
+                f"optimizer.ema_decay: belongs to optimizer.kind=adamw, found optimizer.kind={self.kind}; "
+                "leave it out, or average checkpoints (export.average_checkpoints)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -357,6 +357,22 @@ class RunConfig:
                 f"optimizer.ema_decay: precision.kind={self.precision.kind} keeps no float32 weights to "
                 "average; use export.average_checkpoints, or another precision.kind"
             )
+        if self.optimizer.kind == "sgd" and PRECISION_KINDS[self.precision.kind].stores_low:
+            raise UserError(
+                f"optimizer.kind: sgd does not round stochastically, precision.kind={self.precision.kind} "
+                "needs it; use adamw or adamw_8bit, or another precision.kind"
+            )
+        if self.optimizer.master == "none":
+            if self.compute_dtype != "bfloat16":
+                raise UserError(
+                    f"optimizer.master: none keeps bfloat16 weights alone, found compute_dtype="
+                    f"{self.compute_dtype}; set compute_dtype=bfloat16, or optimizer.master=float32"
+                )
+            if PRECISION_KINDS[self.precision.kind].stores_low:
+                raise UserError(
+                    f"optimizer.master: precision.kind={self.precision.kind} has no master weights "
+                    "anyway; leave optimizer.master out, or choose another precision.kind"
+                )
         if self.precision.checks_shadow and self.parallel.tensor > 1:
             raise UserError(
                 f"precision.shadow_every: compares whole layers, and parallel.tensor={self.parallel.tensor} "

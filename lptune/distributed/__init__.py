@@ -33,12 +33,14 @@ from lptune.distributed.parallelize import (
 from lptune.distributed.session import World, session
 from lptune.distributed.shards import (
     Piece,
+    blocks_are_whole,
     first_column,
     full_tensor,
     is_first_holder,
     local_pieces,
     local_rows,
     whole_piece,
+    zeros_by_blocks,
     zeros_by_rows,
 )
 from lptune.distributed.side_group import SideGroup, machine_first, side_group
@@ -76,6 +78,7 @@ __all__ = [
     "World",
     "accumulate",
     "axis_names",
+    "blocks_are_whole",
     "check_compiler",
     "checkpoint_activations",
     "compile_forward",
@@ -101,5 +104,6 @@ __all__ = [
     "uses_fsdp",
     "verify_collectives",
     "whole_piece",
+    "zeros_by_blocks",
     "zeros_by_rows",
 ]

@@ -10,7 +10,9 @@
        nothing to gather, compute weights (linear/weights/compute_weights.py).
 
 Parameters stay float32 (with int8_weight_only: INT8): they are the master weights. FSDP gathers a block in
-the compute dtype or in 8 bits and reduces gradients in float32; compute weights are the same tensors.
+the compute dtype or in 8 bits and reduces gradients in float32; compute weights are the same tensors. With
+optimizer.master=none trained parameters become bfloat16 before all else, and with them their gradients: FSDP
+rounds the reduced ones, and on one rank those of micro-batches add up in bfloat16.
 """
 
 import functools
@@ -80,6 +82,11 @@ def parallelize(
     backbone = model if isinstance(model, Backbone) else None
     if backbone is not None:
         backbone.facts.check_modes(cfg.compile, cfg.parallel.tensor)
+    if isinstance(cfg, RunConfig) and cfg.optimizer.master == "none":
+        for parameter in model.parameters():
+            # All that are trained: FSDP wants one dtype of the trained parameters that it gathers together.
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
     if world.tensor_mesh is not None:
         # torch would warn at every export that it gathers over two axes in turn, which is necessary.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

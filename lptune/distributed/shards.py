@@ -15,15 +15,16 @@ these rows by `plain_rows`; functions that read only sizes and placements need n
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from lptune.linear import placed_as, plain_rows
+from lptune.linear import on_this_rank, placed_as, plain_rows
 
 
 class Piece(NamedTuple):
@@ -88,6 +89,35 @@ def zeros_by_rows(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Ten
     return placed_as(like, local, rows)
 
 
+def blocks_are_whole(tensor: Tensor, block: int) -> bool:
+    """Whether each block of `block` elements of a row, the last of which may be shorter, lies on one rank."""
+    if not isinstance(tensor, DTensor):
+        return True
+    return all(
+        not _cuts(placement, 1) or tensor.shape[1] % (block * tensor.device_mesh.size(axis)) == 0
+        for axis, placement in enumerate(tensor.placements)
+    )
+
+
+def zeros_by_blocks(like: Tensor, block: int) -> Tensor:
+    """Float32 zeros, one for each block of `block` elements of a row of the matrix `like`, on the ranks that
+    have the block. Where a block is cut between ranks, each has the numbers of whole rows.
+    """
+    num_rows, k = like.shape
+    shape = (num_rows, -(-k // block))
+    if not isinstance(like, DTensor):
+        return torch.zeros(shape, dtype=torch.float32, device=like.device)
+    placements = [
+        Replicate() if _cuts(placement, 1) and not blocks_are_whole(like, block) else placement
+        for placement in like.placements
+    ]
+    parts = math.prod(like.device_mesh.size(axis) for axis, each in enumerate(placements) if _cuts(each, 1))
+    local = torch.zeros(
+        on_this_rank(like).shape[0], shape[1] // parts, dtype=torch.float32, device=like.device
+    )
+    return placed_as(like, local, shape, placements)
+
+
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a tensor, and the index of its first row in the order of the mesh (0 if empty)."""
     tensor = plain_rows(tensor)
@@ -98,8 +128,8 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def first_column(tensor: Tensor) -> int:
-    """Index of the first column of this rank's part of a matrix."""
-    return _box(tensor)[1][0] if isinstance(tensor, DTensor) else 0
+    """Index of the first column of this rank's part of a matrix; 0 of a vector."""
+    return _box(tensor)[1][0] if isinstance(tensor, DTensor) and tensor.dim() > 1 else 0
 
 
 def is_first_holder(tensor: Tensor) -> bool:

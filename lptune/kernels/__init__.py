@@ -64,6 +64,7 @@ from lptune.kernels.stochastic import (
     quantize_tensor_stochastic,
     quantize_tensor_stochastic_both_ways,
     quantize_weight_rows,
+    round_to_bfloat16,
 )
 from lptune.kernels.weight_only import weight_only_mm
 
@@ -124,6 +125,7 @@ __all__ = [
     "quantize_tensor_stochastic",
     "quantize_tensor_stochastic_both_ways",
     "quantize_weight_rows",
+    "round_to_bfloat16",
     "record_gemms",
     "requested_backend",
     "rotate",

@@ -1,5 +1,6 @@
 """Quantizers that round stochastically, for two kinds of tensors: gradients, whose rounding errors otherwise
-may add up, and weights that are stored in INT8, whose small updates otherwise are lost.
+may add up, and weights and moments that are stored in INT8 or bfloat16, whose small updates otherwise are
+lost.
 
 The random bits are a function of (seed, step, layer's name, index of the element among the layer's gradients
 of the step's global batch) and of nothing else (lptune/numerics/rounding.py). They do not depend on the rank,
@@ -180,3 +181,23 @@ def quantize_weight_rows(
         return updated
     skips = found_inf.reshape(1, 1) == 1
     return QuantizedRows(*(torch.where(skips, old, new) for old, new in zip(before, updated, strict=True)))
+
+
+def _empty_bfloat16(x_MK: Tensor, key: int, first: int) -> Tensor:
+    return torch.empty_like(x_MK, dtype=torch.bfloat16)
+
+
+@op(fake=_empty_bfloat16)
+def round_to_bfloat16(x_MK: Tensor, key: int, first: int) -> Tensor:
+    """float32 -> bfloat16, rounded up or down with the probability of the distance from below, in steps.
+
+    x_MK: contiguous. key: numerics.random_key. first: index of x's first element in the whole tensor.
+    """
+    backend = choose_backend("quantize", x_MK.device.type)
+    if backend == "triton":
+        rounded: Tensor = triton_kernels().round_to_bfloat16(x_MK, key, first)
+        return rounded
+    if backend == "native":
+        return native.round_to_bfloat16(x_MK, key, first)
+    index = torch.arange(first, first + x_MK.numel(), device=x_MK.device).view(x_MK.shape)
+    return numerics.stochastic_round_to_bfloat16(x_MK, numerics.uniform(key, index))

@@ -50,14 +50,17 @@ def as_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     return placed_as(tensor, local, (tensor.shape[0], columns))
 
 
-def placed_as(like: DTensor, local: Tensor, shape: Sequence[int]) -> DTensor:
-    """A DTensor of `shape` with the mesh and placements of `like`, whose part on this rank is `local` itself.
+def placed_as(
+    like: DTensor, local: Tensor, shape: Sequence[int], placements: Sequence[Placement] | None = None
+) -> DTensor:
+    """A DTensor of `shape` with the mesh of `like`, and its placements unless others are given. Its part on
+    this rank is `local` itself.
 
     `DTensor.from_local` would move `local` to the devices of the mesh, and FSDP keeps offloaded weights in
     host memory under a mesh of GPUs: what is written to the result would be written to a copy.
     """
     meta = TensorMeta(torch.Size(shape), _strides(shape), local.dtype)
-    spec = DTensorSpec(like.device_mesh, tuple(like.placements), meta)
+    spec = DTensorSpec(like.device_mesh, tuple(placements or like.placements), meta)
     return DTensor(local.detach(), spec, requires_grad=False)
 
 

@@ -21,7 +21,12 @@ from lptune.numerics.quantize import (
     scale_from_amax,
 )
 from lptune.numerics.rotation import ROTATION_BLOCK, rotate, rotation_runs
-from lptune.numerics.rounding import random_key, stochastic_round_to, uniform
+from lptune.numerics.rounding import (
+    random_key,
+    stochastic_round_to,
+    stochastic_round_to_bfloat16,
+    uniform,
+)
 
 __all__ = [
     "E4M3",
@@ -53,6 +58,7 @@ __all__ = [
     "round_to",
     "scale_from_amax",
     "stochastic_round_to",
+    "stochastic_round_to_bfloat16",
     "to_e8m0",
     "uniform",
 ]

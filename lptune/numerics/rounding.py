@@ -52,6 +52,19 @@ def stochastic_round_to(scaled: Tensor, fmt: Format, random: Tensor) -> Tensor:
     return rounded.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
+def stochastic_round_to_bfloat16(x: Tensor, random: Tensor) -> Tensor:
+    """float32 -> one of the two neighbours in bfloat16, with the probabilities of `stochastic_round_to`. A
+    number of bfloat16 does not change, inf and NaN stay what they are.
+
+    random: uniform in [0, 1), same shape.
+    """
+    bits = x.view(torch.int32)
+    # The upper half of the bits is the neighbour towards zero, the lower one the distance from it in steps.
+    distance = (bits & 0xFFFF).to(torch.float32) * 2.0**-16
+    rounded = (bits & -0x10000) + (random < distance).to(torch.int32) * 0x10000
+    return torch.where(x.isnan(), x, rounded.view(torch.float32)).to(torch.bfloat16)
+
+
 def _mix(h: Tensor) -> Tensor:
     """A bijection of 32 bits in which every output bit depends on every input bit (the `lowbias32` constants
     of C. Wellons' hash prospector, public domain), in int64 arithmetic.

@@ -62,7 +62,7 @@ class DryRun:
     attention: str
     num_parameters: int
     checkpoint_bytes: int
-    """Bytes of a checkpoint, over all ranks: float32 weights and what the optimizer lists."""
+    """Bytes of a checkpoint, over all ranks: weights and what the optimizer lists."""
     num_micro_batches: int
     """Number of micro-batches per rank and step."""
     tokens_per_step: int
@@ -194,7 +194,7 @@ def dry_run(
                 device_type=device_type,
                 attention=backend,
                 num_parameters=num_parameters,
-                checkpoint_bytes=4 * num_parameters + state_bytes,
+                checkpoint_bytes=state_bytes,
                 num_micro_batches=num_micro_batches,
                 tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
                 attention_flops=model_config.attention_flops([cfg.data.seq_len]) / cfg.data.seq_len,
@@ -215,7 +215,7 @@ class _Steps(NamedTuple):
     resting: Counter[str]
     """Bytes by category after the last step."""
     state_bytes: int
-    """Of the optimizer's state in a checkpoint, over all ranks."""
+    """Of weights and the optimizer's state in a checkpoint, over all ranks."""
 
 
 def _run_steps(
@@ -291,9 +291,11 @@ def _run_steps(
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
         log.repeat(times, lambda parameter: list(optimizer.state.get(parameter, {}).values()))
     assert isinstance(optimizer, ListsMoments)
-    states = [optimizer.state[each] for each in whole.parameters() if each in optimizer.state]
-    moments = (state[moment] for state in states for moment in optimizer.MOMENTS)
-    state_bytes = sum(each.numel() * each.element_size() for each in moments)
+    state_bytes = 0
+    for parameter in whole.parameters():
+        kept = optimizer.moment_keys(parameter) if parameter in optimizer.state else ()
+        stored = (parameter, *(optimizer.state[parameter][key] for key in kept))
+        state_bytes += sum(each.numel() * each.dtype.itemsize for each in stored)
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
 
 

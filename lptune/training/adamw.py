@@ -14,19 +14,81 @@ The averages are a third moment of the optimizer: sharded as the weights are, st
 `lptune plan`, kept to the bit in a step that is skipped. Nothing in training reads them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lptune.distributed import on_this_rank
+from lptune.distributed import blocks_are_whole, first_column, on_this_rank
 from lptune.training.listed import ListsMoments
+from lptune.training.moments import BLOCK, FLOAT32, STORAGES, Storage, convert, keys, new_state
 
 _EMA, _COUNT = "ema", "ema_step"
 
 
-class AdamW(ListsMoments, torch.optim.AdamW):
+class MomentsOfAdamW(ListsMoments):
+    """Lists the two moments of AdamW, however they are stored (moments.py), and converts those of a
+    checkpoint that stores them otherwise.
+    """
+
+    def storages(self, parameter: nn.Parameter) -> tuple[Storage, Storage]:
+        """How the moments of `parameter` are stored: in float32."""
+        return FLOAT32, FLOAT32
+
+    def moment_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Keys of both moments, as `storages` stores them."""
+        return keys(self.storages(parameter))
+
+    def num_bytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of both moments on this rank, as `storages` stores them."""
+        return sum(each.num_bytes(on_this_rank(parameter)) for each in self.storages(parameter))
+
+    def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        """As in ListsMoments, in the dtype and shape of `storages`."""
+        if moment not in self.moment_keys(parameter):
+            return super().new_moment(parameter, moment)
+        return new_state(self.storages(parameter), parameter, torch.empty)[moment]
+
+    @torch.no_grad()
+    def converted(
+        self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
+    ) -> Iterator[dict[str, Tensor]]:
+        """As checkpoint.stored.ConvertsState says, for parameters of which the checkpoint has both moments in
+        another storage.
+        """
+        for parameter, name in names.items():
+            if (theirs := self._stored_otherwise(parameter, name, saved)) is None:
+                continue
+            ours, read = self.storages(parameter), new_state(theirs, parameter, torch.empty)
+            state = self.state[parameter] = self._counted(parameter, num_updates) | new_state(ours, parameter)
+            filled = {f"{key}/{name}": tensor for key, tensor in read.items()}
+            if (count := f"{self.COUNT}/{name}") in saved:
+                filled[count] = state[str(self.COUNT)]
+            yield filled
+            # Where a block is cut, this rank reads the scales of whole rows.
+            column = 0 if blocks_are_whole(parameter, BLOCK) else first_column(parameter)
+            convert(theirs, read, ours, state, column)
+
+    def restored(
+        self, names: Mapping[nn.Parameter, str], saved: Collection[str], num_updates: int
+    ) -> dict[str, Tensor]:
+        """As in ListsMoments, without what `converted` has filled."""
+        as_they_are = {p: name for p, name in names.items() if not self._stored_otherwise(p, name, saved)}
+        return super().restored(as_they_are, saved, num_updates)
+
+    def _stored_otherwise(
+        self, parameter: nn.Parameter, name: str, saved: Collection[str]
+    ) -> tuple[Storage, Storage] | None:
+        """How a checkpoint stores the moments of `parameter`; None if as this one does, or not at all."""
+        ours = self.moment_keys(parameter)
+        for theirs in STORAGES.values():
+            if keys(theirs) != ours and all(f"{key}/{name}" in saved for key in keys(theirs)):
+                return theirs
+        return None
+
+
+class AdamW(MomentsOfAdamW, torch.optim.AdamW):
     """torch's AdamW, which lists its two moments for checkpoints. Raises ValueError for amsgrad=True, which
     keeps a third.
     """
@@ -65,6 +127,10 @@ class AveragingAdamW(AdamW):
             state[_COUNT] += is_updated
             decay = torch.clamp((1 + state[_COUNT]) / (10 + state[_COUNT]), max=self._decay)
             on_this_rank(state[_EMA]).lerp_(on_this_rank(parameter.detach()), (1 - decay) * is_updated)
+
+    def num_bytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of moments and average on this rank."""
+        return super().num_bytes(parameter) + on_this_rank(parameter).nbytes
 
     def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
         """As in ListsMoments, and the averages with their counts. A parameter that a resume has frozen may

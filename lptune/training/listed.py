@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lptune.linear import is_stored_in_place, plain_rows
+from lptune.linear import is_stored_in_place, on_this_rank, plain_rows
 
 
 class ListsMoments:
@@ -54,10 +54,10 @@ class ListsMoments:
     def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
         """The moments of the parameters that have any, and the counts that are not `num_updates`."""
         moments = {
-            f"{moment}/{name}": self.state[parameter][moment]
+            f"{key}/{name}": self.state[parameter][key]
             for parameter, name in names.items()
             if parameter in self.state
-            for moment in self.MOMENTS
+            for key in self.moment_keys(parameter)
         }
         counts = self._counts(names)
         # Read at once: each by itself would make the host wait for the device as many times.
@@ -81,14 +81,26 @@ class ListsMoments:
         """New moments of the parameters that had any, and the counts that the checkpoint holds."""
         for parameter, name in names.items():
             # A parameter that was never updated (a frozen one) has no state.
-            if any(f"{key}/{name}" in saved for key in (*self.MOMENTS, self.COUNT)):
-                state = {moment: self.new_moment(parameter, moment) for moment in self.MOMENTS}
-                if self.COUNT is not None:
-                    count = torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)
-                    state = {self.COUNT: count, **state}
-                self.state[parameter] = state
+            if any(f"{key}/{name}" in saved for key in (*self.moment_keys(parameter), self.COUNT)):
+                self.state[parameter] = self._counted(parameter, num_updates) | {
+                    key: self.new_moment(parameter, key) for key in self.moment_keys(parameter)
+                }
         counts = self._counts(names)
         return self.stored(names, num_updates) | {key: counts[key] for key in counts.keys() & set(saved)}
+
+    def _counted(self, parameter: nn.Parameter, num_updates: int) -> dict[str, Tensor]:
+        """State with the count alone."""
+        if self.COUNT is None:
+            return {}
+        return {self.COUNT: torch.tensor(float(num_updates), dtype=torch.float32, device=parameter.device)}
+
+    def moment_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The keys of the parameter's moments; several where a moment is stored in several tensors."""
+        return self.MOMENTS
+
+    def num_bytes(self, parameter: nn.Parameter) -> int:
+        """Bytes of state of `parameter` on this rank, without the count: of its dtype, unless overridden."""
+        return len(self.moment_keys(parameter)) * on_this_rank(parameter).nbytes
 
     def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         """Storage to be filled: of the parameter's shape, dtype and sharding."""

@@ -1,9 +1,9 @@
-"""AdamW on float32 master weights, and the global gradient norm.
+"""The optimizer that a config names, and the global gradient norm.
 
 Plain AdamW on bfloat16 weights stops learning: near 1.0 a bfloat16 step is 0.4 %, and norms never move.
-Parameters are therefore float32 here. For forward they are cast to the compute dtype, by FSDP when it gathers
-or on one rank by compute weights. Weights that are stored in INT8 have no master: their update is rounded
-stochastically (int8_adamw.py).
+Parameters are therefore float32 here, or bfloat16 that is rounded stochastically (optimizer.master=none). For
+forward they are cast to the compute dtype, by FSDP when it gathers or on one rank by compute weights. Weights
+that are stored in INT8 have no master: their update is rounded stochastically (chunked_adamw.py).
 """
 
 from typing import Any
@@ -17,12 +17,13 @@ from lptune.config import OptimizerConfig
 from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.adamw import AdamW, AveragingAdamW
-from lptune.training.int8_adamw import Int8AdamW
+from lptune.training.chunked_adamw import ChunkedAdamW
+from lptune.training.sgd import SGD
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
-    """AdamW over all trained parameters; weight decay on matrices only. Raises ValueError where there are
-    none, and for averages of weights that are stored in INT8.
+    """The optimizer of `cfg` over all trained parameters; weight decay on matrices only. Raises ValueError
+    where there are none, for averages of weights that are stored in INT8, and for SGD on such weights.
 
     seed: of the stochastic rounding of weights that are stored in INT8.
     """
@@ -36,10 +37,15 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     if not groups:
         raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
-    if any(int8_rows(parameter) is not None for parameter in trained):
+    stores_int8 = any(int8_rows(parameter) is not None for parameter in trained)
+    if cfg.kind == "sgd":
+        if stores_int8:
+            raise ValueError("sgd does not round stochastically, as weights that are stored in INT8 need it")
+        return SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+    if stores_int8 or cfg.kind != "adamw" or cfg.master == "none":
         if cfg.ema_decay:
-            raise ValueError("ema_decay: weights that are stored in INT8 cannot be averaged; leave it at 0")
-        return Int8AdamW(groups, names, seed, **options)
+            raise ValueError("ema_decay: averages need float32 weights and moments; leave it at 0")
+        return ChunkedAdamW(groups, names, seed, cfg.kind, **options)
     # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
     if cfg.ema_decay:
         return AveragingAdamW(groups, cfg.ema_decay, **options, fused=True)

@@ -10,6 +10,7 @@ from lptune.distributed import World, check_compiler, describe_mesh, on_this_ran
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
 from lptune.models import Backbone
+from lptune.training.listed import ListsMoments
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
@@ -26,6 +27,7 @@ def check_settings(cfg: RunConfig, world: World) -> None:
 
 def describe_run(
     model: Backbone,
+    optimizer: torch.optim.Optimizer,
     plan: Plan,
     cfg: RunConfig,
     world: World,
@@ -45,7 +47,7 @@ def describe_run(
         world.device, compute_dtype, one_document_per_row=one_document_per_row, seq_len=cfg.data.seq_len
     )
     backend = plan.backend(world.device.type)
-    memory = lasting_bytes(model, cfg)
+    memory = lasting_bytes(model, optimizer, cfg)
     emulated = emulated_bfloat16(cfg.compute_dtype, world.device)
     return [
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
@@ -56,17 +58,18 @@ def describe_run(
     ]
 
 
-def lasting_bytes(model: Backbone, cfg: RunConfig) -> int | None:
-    """The bytes that weights, their gradients and the state of AdamW take on this rank, once the first step
-    is done. None for weights that are stored in 8 bits. `lptune plan` adds what a step takes for a while.
+def lasting_bytes(model: Backbone, optimizer: torch.optim.Optimizer, cfg: RunConfig) -> int | None:
+    """The bytes that weights, their gradients and the optimizer's state take on this rank, once the first
+    step is done. None for weights that are stored in 8 bits, and for an optimizer that does not say what it
+    keeps (ListsMoments). `lptune plan` adds what a step takes for a while.
     """
-    if PRECISION_KINDS[cfg.precision.kind].stores_low:
+    if PRECISION_KINDS[cfg.precision.kind].stores_low or not isinstance(optimizer, ListsMoments):
         return None
     total = 0
     for parameter in model.parameters():
-        num_bytes = on_this_rank(parameter).nbytes
-        # Of a trained weight: itself, its gradient, two moments, and perhaps its moving average.
-        total += num_bytes * ((5 if cfg.optimizer.ema_decay else 4) if parameter.requires_grad else 1)
+        total += on_this_rank(parameter).nbytes
+        if parameter.requires_grad:
+            total += on_this_rank(parameter).nbytes + optimizer.num_bytes(parameter)
     return total
 
 
@@ -75,7 +78,7 @@ def _of_the_device(num_bytes: int, world: World) -> str:
     if world.device.type == "cuda":
         taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
     each = " a rank" if world.size > 1 else ""
-    return f"{taken}{each} for weights, gradients and AdamW; activations on top"
+    return f"{taken}{each} for weights, gradients and the optimizer; activations on top"
 
 
 def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:

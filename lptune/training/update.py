@@ -38,7 +38,7 @@ from lptune.base.errors import DivergedError
 from lptune.distributed import World, on_this_rank, reshard
 from lptune.linear import LowPrecision
 from lptune.training.adamw import AdamW
-from lptune.training.int8_adamw import Int8AdamW
+from lptune.training.chunked_adamw import ChunkedAdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
 
 
@@ -103,7 +103,7 @@ class Update:
             return self._last
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
-        if isinstance(self._optimizer, Int8AdamW):
+        if isinstance(self._optimizer, ChunkedAdamW):
             self._optimizer.take_back()
         return self._last
 

@@ -31,6 +31,9 @@ WITHOUT_EFFECT = {
 ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "schedule.decay_shape": "1-sqrt",
     "precision.kind": "int8_rowcol",
+    "optimizer.kind": "adamw_8bit",
+    "optimizer.momentum": "0.5",
+    "optimizer.master": "none",
     "precision.output": "high",
     "precision.grad_input": "high",
     "precision.grad_weight": "high",
@@ -50,7 +53,7 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "global_batch_size": 64,
     "micro_batch_size": 2,
 }
-NOT_FREE = {"optimizer.kind", "parallel.context"}
+NOT_FREE = {"parallel.context"}
 """Keys with one legal value."""
 
 
@@ -102,11 +105,12 @@ DECIDING = [
 
 @pytest.mark.parametrize("key", DECIDING)
 def test_a_run_without_steps_left_is_not_finished_for_another_config(tmp_path: Path, key: str) -> None:
-    wsd = ("schedule.kind=wsd", "schedule.decay_steps=2") if key.startswith("schedule.decay") else ()
-    cfg = config(tmp_path, *wsd)
+    needed = ("schedule.kind=wsd", "schedule.decay_steps=2") if key.startswith("schedule.decay") else ()
+    needed = ("optimizer.kind=sgd",) if key == "optimizer.momentum" else needed
+    cfg = config(tmp_path, *needed)
     before, override = saved(tmp_path, state_now(cfg, tmp_path)), changed(cfg, key)
     num_steps = 5 if key == "num_steps" else 4
-    now = state_now(config(tmp_path, *wsd, override), tmp_path, num_steps)
+    now = state_now(config(tmp_path, *needed, override), tmp_path, num_steps)
     with pytest.raises(UserError, match=rf"no step is left to train.*\b{key} .+ \(now ") as caught:
         checkpoint.check_unchanged(before, now, print)
     assert str(caught.value).count("(now ") == 1

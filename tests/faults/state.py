@@ -175,7 +175,7 @@ def _assembled(name: str, parts: list[dict[str, Any]], files: dict[str, dict[str
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """sha256 of each tensor's bytes, by name."""
     return {
-        name: hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in sorted(tensors.items())
     }
 

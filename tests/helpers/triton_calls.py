@@ -231,6 +231,7 @@ def _calls_stochastic(
         )
 
     return {
+        "to bfloat16": (lambda x: stochastic.round_to_bfloat16(x, 2**40, 2**33), [w32]),
         "stochastic rows": (rows(), [x]),
         "stochastic rows, e4m3": (rows("e4m3"), [x]),
         "stochastic rows, power of two": (rows("e4m3", True), [x]),

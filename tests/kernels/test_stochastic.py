@@ -78,6 +78,20 @@ def test_weight_rows_are_updated_by_the_bits_of_their_elements_or_kept(first: in
     assert torch.equal(part.q_MK, want[0][10:])
 
 
+@pytest.mark.parametrize("first", [0, 2**32 - 100, 2**40])
+def test_bfloat16_has_the_bits_of_the_definition_and_keeps_what_it_can_hold(first: int) -> None:
+    x, key = hard_matrix(), numerics.random_key(0, 1, "w")
+    index = torch.arange(first, first + x.numel()).view(x.shape)
+    expected = numerics.stochastic_round_to_bfloat16(x, numerics.uniform(key, index))
+    assert torch.equal(_bits(kernels.round_to_bfloat16(x, key, first)), _bits(expected))
+    part = kernels.round_to_bfloat16(x[10:], key, first + 10 * 70)
+    assert torch.equal(_bits(part), _bits(expected[10:]))
+    special = torch.tensor([[0.0, -0.0, torch.inf, -torch.inf, 1.0, -3.0e38, 1e-40]]).bfloat16()
+    assert torch.equal(_bits(kernels.round_to_bfloat16(special.float(), key, first)), _bits(special))
+    odd = torch.tensor([[0x7F800001, -1]], dtype=torch.int32).view(torch.float32)  # NaN, of all payloads
+    assert kernels.round_to_bfloat16(odd, key, first).isnan().all()
+
+
 def test_the_ops_fit_the_contract_of_torch() -> None:
     x, handle = torch.randn(20, 36), kernels.layer_handle(-1)
     handle[kernels.KEY] = 5
@@ -92,6 +106,7 @@ def test_the_ops_fit_the_contract_of_torch() -> None:
     for found_inf in (torch.zeros(()), torch.ones(())):
         arguments = (x, 5, 0, x.to(torch.int8), scale, found_inf)
         torch.library.opcheck(ops.quantize_weight_rows.default, arguments)
+    torch.library.opcheck(ops.round_to_bfloat16.default, (x, 5, 0))
     torch.library.opcheck(ops.block_amaxes.default, (x, 16, 3))
     torch.library.opcheck(
         ops.quantize_by_amax.default, (x, scale[:1], "int8", False, None, 0, torch.bfloat16)

@@ -73,6 +73,7 @@ def test_the_quantizers_have_the_strides_and_dtypes_that_compiled_graphs_expect(
             ),
             (ops.quantize_tensor_stochastic_both_ways, (x, "e5m2", keyed)),
             (ops.quantize_weight_rows, (x.float(), 5, 0)),
+            (ops.round_to_bfloat16, (x.float().contiguous(), 5, 0)),
         ):
             torch.library.opcheck(call[0].default, call[1], test_utils=("test_schema", "test_faketensor"))
 

@@ -77,6 +77,15 @@ def test_rows_are_read_once_or_in_parts_and_kept_where_an_update_is_skipped(
         assert same_bits(ours[1], wanted[1])
 
 
+@pytest.mark.parametrize("first", FIRST)
+def test_bfloat16_has_the_bits_of_the_definition(first: int) -> None:
+    x = hard_matrix()
+    index = torch.arange(first, first + x.numel()).view(x.shape)
+    expected = numerics.stochastic_round_to_bfloat16(x, numerics.uniform(KEY, index))
+    assert same_bits(stochastic.round_to_bfloat16(x.to(DEVICE), KEY, first), expected)
+    assert stochastic.round_to_bfloat16(x[:0].to(DEVICE), KEY, first).shape == (0, 70)
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (1, 700), (700, 1)])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_matrices_of_any_size_and_strides(shape: tuple[int, int], dim: int) -> None:

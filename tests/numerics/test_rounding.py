@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 
-from lptune.numerics import FORMATS, Format, random_key, stochastic_round_to, uniform
+from lptune.numerics import (
+    FORMATS,
+    Format,
+    random_key,
+    stochastic_round_to,
+    stochastic_round_to_bfloat16,
+    uniform,
+)
 from tests.helpers import numerics_oracle as oracle
 
 every_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))
@@ -64,6 +71,17 @@ def test_rounding_is_unbiased_in_every_cell(fmt: Format) -> None:
         assert abs(z.sum()) < 4 * math.sqrt(len(z))
         assert abs(z.square().sum() - len(z)) < 4 * math.sqrt(2 * len(z))
         assert z.abs().max() < 5
+
+
+def test_bfloat16_is_rounded_to_a_neighbour_and_up_exactly_from_the_distance_on() -> None:
+    low = torch.tensor([1.0, 3.0e-39, 1.75, 65280.0]).bfloat16().float()
+    high = (low.view(torch.int32) + 0x10000).view(torch.float32)
+    for fraction in (2.0**-16, 0.25, 0.5, 1 - 2.0**-16):
+        values = low + fraction * (high - low)  # exact
+        for random, expected in ((0.0, high), (fraction - 2.0**-24, high), (fraction, low), (LARGEST, low)):
+            for sign in (1, -1):
+                rounded = stochastic_round_to_bfloat16(sign * values, torch.full_like(values, random))
+                assert torch.equal(rounded.float(), sign * expected), (fraction, random)
 
 
 def test_saturation_and_nan_are_those_of_round_to_nearest() -> None:

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import data, distributed, linear, models, training
-from lptune.config import LoggingConfig, OptimizerConfig, ParallelConfig
+from lptune.config import OPTIMIZER_KINDS, LoggingConfig, OptimizerConfig, ParallelConfig
 from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun, clip_grad_norm
 
-KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only")
+KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only", "adamw_8bit", "adamw_bf16", "sgd")
+"""Of precision, or of an optimizer."""
 BATCH_LOSS = tiny_run.batch_loss
 
 
@@ -54,8 +55,12 @@ class _Loop:
 
     def __init__(self, kind: str, world: distributed.World) -> None:
         precision = {"stochastic_rounding": True} if kind == "int8_rowcol" else {}
-        parallel = ParallelConfig(tensor=world.tensor_size)
-        cfg = tiny_run.config(kind, precision=precision, parallel=parallel)
+        keys: dict[str, Any] = {"parallel": ParallelConfig(tensor=world.tensor_size)}
+        if kind in OPTIMIZER_KINDS:
+            momentum = {"momentum": 0.9} if kind == "sgd" else {}
+            keys["optimizer"] = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.1, **momentum)
+            kind = "int8_weight_only" if kind == "adamw_8bit" else "none"
+        cfg = tiny_run.config(kind, precision=precision, **keys)
         self.run = run = TinyRun(cfg, world, tiny_run.decoder_config())
         self.update = training.Update(run.model, run.optimizer, world, cfg.max_grad_norm, run.low)
 

@@ -156,6 +156,13 @@ def round_stochastically(x_MK: Tensor, inverse: Tensor, key: int, first: int) ->
     return q
 
 
+def round_to_bfloat16(x_MK: Tensor, key: int, first: int) -> Tensor:
+    """`numerics.stochastic_round_to_bfloat16(x)`, by the bits of `key` for the elements from `first` on."""
+    x, out = x_MK.contiguous(), torch.empty(x_MK.shape, dtype=torch.bfloat16)
+    _run("round_to_bfloat16", x, *x.shape, key, first, out)
+    return out
+
+
 def instruction_set() -> str:
     """The instruction set of `int8_mm`, one of library.INSTRUCTION_SETS; empty if there is none."""
     library = load()

@@ -1,4 +1,4 @@
-// Stochastic rounding to INT8 on CPUs. The contract, bit for bit, is lptune/numerics/rounding.py.
+// Stochastic rounding to INT8 and bfloat16 on CPUs. The contract, bit for bit, is lptune/numerics/rounding.py.
 //
 // The random bits of an element are a hash of a key and of its index: a few integer operations in registers. In
 // torch each of them is a pass over int64 in memory.
@@ -88,9 +88,31 @@ void quantize_rows_stochastic(const void* data, int64_t m, int64_t k, const floa
     }
 }
 
+// The upper half of the bits is the neighbour towards zero, the lower one the distance from it, in steps.
+void row_to_bfloat16(const float* from, uint64_t key, uint64_t base, uint16_t* to, int64_t k) {
+    const uint32_t base_low = uint32_t(base), base_high = uint32_t(base >> 32);
+    #pragma omp simd
+    for (int32_t i = 0; i < int32_t(k); ++i) {
+        const uint32_t low = base_low + uint32_t(i), high = base_high + (low < base_low ? 1u : 0u);
+        const uint32_t bits = as_bits(from[i]);
+        const float distance = float(int32_t(bits & 0xffff)) * 1.52587890625e-5f;  // 2**-16
+        const uint32_t up = uniform(key, low, high) < distance ? 0x10000u : 0u;
+        const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+        to[i] = uint16_t((is_nan ? bits | 0x400000u : bits + up) >> 16);
+    }
+}
+
 }  // namespace
 
 extern "C" {
+
+void lptune_round_to_bfloat16(const float* x, int64_t m, int64_t k, int64_t key, int64_t first, uint16_t* out,
+                              int64_t num_threads) {
+    #pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < m; ++row) {
+        row_to_bfloat16(x + row * k, uint64_t(key), uint64_t(first) + uint64_t(row) * uint64_t(k), out + row * k, k);
+    }
+}
 
 // Where found_inf (or null) is 1, the results are q_before and scale_before.
 void lptune_quantize_rows_stochastic(const void* x, int64_t is_bfloat16, int64_t m, int64_t k, const float* multiplier,

@@ -5,7 +5,7 @@
     by_row.py     by row
     rotation.py   the rotation in the quantizer by row, or before it
     by_amax.py    by an amax that is known before: of a whole weight, of past steps
-    stochastic.py by row, by column, by tensor, rounded stochastically
+    stochastic.py by row, by column, by tensor, to bfloat16, rounded stochastically
     grouped.py    INT8 and float8 GEMMs of groups (experts), and their quantizer by columns
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
     blocks.py     one scale per block: the quantizers
@@ -32,7 +32,7 @@ from lptune.kernels.triton.quantize import (
     quantize_tensor_both_ways,
 )
 from lptune.kernels.triton.rotation import rotate
-from lptune.kernels.triton.stochastic import quantize_rows_stochastic, quantize_stochastic
+from lptune.kernels.triton.stochastic import quantize_rows_stochastic, quantize_stochastic, round_to_bfloat16
 
 __all__ = [
     "block_amaxes",
@@ -52,6 +52,7 @@ __all__ = [
     "quantize_tensor",
     "quantize_tensor_both_ways",
     "rotate",
+    "round_to_bfloat16",
     "scaled_mm",
     "turned",
 ]

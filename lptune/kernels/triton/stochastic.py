@@ -8,8 +8,8 @@ step of the hash in memory, as int64: 660 bytes for each element where one pass 
     columns   x is read twice: the first phase finds the amaxes (quantize.py), the second one rounds
     tensor    as for columns
 
-Weights that are stored in INT8 are rounded here too, by rows, after each update (training/int8_adamw.py). An
-update may have to be dropped, which only the device knows: the kernel then stores the values from before.
+Weights that are stored in INT8 are rounded here too, by rows, after each update (training/chunked_adamw.py).
+An update may have to be dropped, which only the device knows: the kernel then stores the values from before.
 
 Ran on an H100 (docs/gpu.md); for other GPUs interpreted, and compiled ahead of time without spills.
 """
@@ -335,6 +335,32 @@ def quantize_stochastic(
         config = launch.tuned(name, TILE_CONFIGS, run, device)
         again.first(launch_key, phases.launches(config), tensors, (key, first))
     return q.view(dtype), scale, second_q.view(dtype)
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
+def bfloat16_kernel(x_ptr, out_ptr, key, first, N, BLOCK: tl.constexpr):
+    """Rounds a block of N elements to bfloat16: one pass, bits in registers."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(x_ptr + at, mask=at < N, other=0.0).to(tl.int32, bitcast=True)
+    # The upper half of the bits is the neighbour towards zero, the lower one the distance from it, in steps.
+    distance = (bits & 0xFFFF).to(tl.float32) * 1.52587890625e-5  # 2**-16
+    up = tl.where(uniform(key.to(tl.int64), at + first) < distance, 0x10000, 0)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    rounded = tl.where(is_nan, bits | 0x400000, bits + up) >> 16
+    tl.store(out_ptr + at, rounded.to(tl.int16), mask=at < N)
+
+
+def round_to_bfloat16(x_MK: Tensor, key: int, first: int) -> Tensor:
+    """`lptune.kernels.round_to_bfloat16` of a tensor of any shape, in one pass."""
+    x, n, block = x_MK.contiguous(), x_MK.numel(), 1024
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    tensors = (x, out.view(torch.int16))
+    launch_key = ("bfloat16", x.get_device(), n)
+    if n and not again.again(launch_key, tensors, (key, first)):
+        grid = (triton.cdiv(n, block),)
+        made = Launch(bfloat16_kernel, grid, 2, (n,), {"BLOCK": block}, 4, num_varying=2)
+        again.first(launch_key, [made], tensors, (key, first))
+    return out
 
 
 class _TwoPhases(NamedTuple):

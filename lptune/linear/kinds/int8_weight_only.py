@@ -10,7 +10,7 @@ with one scale s per row: 1 byte per parameter instead of 4. x and g are not qua
 The cost is in the update. AdamW changes a weight by about the learning rate, for example 1e-5. The weights
 that INT8 can store in a row are s = amax / 127 apart, for example 1e-3, so rounding to nearest would undo
 every update. The updated weight lies between two of them and is rounded to one of the two at random, so that
-the mean is right (training/int8_adamw.py). But each update of a single weight has an error of up to s, and
+the mean is right (training/chunked_adamw.py). But each update of a single weight has an error of up to s, and
 these errors add up like a random walk. Use this kind for models that otherwise do not fit.
 
 Shapes: T tokens, K in_features, N out_features.

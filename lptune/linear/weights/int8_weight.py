@@ -6,8 +6,9 @@ Three kinds of operations are allowed:
 
 - multiplying by it, in the op that takes q and scale (kernels.weight_only_mm);
 - filling it: `copy_` (loading a checkpoint) and the initializers of nn.init quantize to nearest;
-- updating it, by an optimizer that rounds stochastically (training/int8_adamw.py). Other in-place arithmetic
-  is an error: rounding to nearest loses each update below half a step, and such a run looks healthy.
+- updating it, by an optimizer that rounds stochastically (training/chunked_adamw.py). Other in-place
+  arithmetic is an error: rounding to nearest loses each update below half a step, and such a run looks
+  healthy.
 
 All other operations that read it get the dequantized values, in an ordinary tensor.
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from lptune.tools.migrate.draft import (
     BY_DESIGN,
-    EIGHT_BIT,
     NOT_NEEDED,
     NOT_OFFERED,
     OFF,
+    OTHER_BITS,
     PAGED,
     PROMPTS,
     UNKNOWN,
@@ -409,11 +409,11 @@ def _others(draft: Draft, key: str, rest: dict[str, Any], found: Entry) -> None:
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ("adamw", "")),
     **dict.fromkeys(
-        ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), ("adamw", EIGHT_BIT)
+        ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), ("adamw_8bit", "")
     ),
-    **dict.fromkeys(("ao_adamw_4bit", "adamw_torch_4bit", "ao_adamw_fp8"), ("adamw", EIGHT_BIT)),
+    **dict.fromkeys(("ao_adamw_4bit", "adamw_torch_4bit", "ao_adamw_fp8"), ("adamw_8bit", OTHER_BITS)),
     "paged_adamw_32bit": ("adamw", PAGED),
-    "paged_adamw_8bit": ("adamw", f"{EIGHT_BIT}; {PAGED}"),
+    "paged_adamw_8bit": ("adamw_8bit", PAGED),
 }
 
 

@@ -250,10 +250,9 @@ def refuse(draft: Draft, what: str, instead: str) -> UserError:
 
 ADAM = "Adam adds the decay to the gradient; AdamW does not"
 DECAY = "here on matrices only, not on norms and biases"
-EIGHT_BIT = "8-bit moments there, 2 bytes per parameter; here float32, 8 bytes"
 MASTER = (
     "pure bf16 there; here weights, gradients and moments are float32 (16 bytes per parameter, not 8) and "
-    "matmuls bf16, so that small updates are not lost"
+    "matmuls bf16, so that small updates are not lost (optimizer.master=none: bf16, rounded stochastically)"
 )
 PROMPTS = (
     "the text around a prompt is the tokenizer's chat template (or data.chat_template, "
@@ -261,6 +260,7 @@ PROMPTS = (
 )
 ROWS = "rows per step over all ranks"
 WARMUP = "the first step has lr / warmup_steps, and 0 there"
+OTHER_BITS = "moments of 4 bits or float8 there; here codes of 8 bits with a scale for each 128 elements"
 PAGED = "paged to host memory there; here moments stay on the GPU (parallel.cpu_offload moves them)"
 
 

@@ -12,11 +12,11 @@ from typing import Any
 from lptune.tools.migrate.draft import (
     BY_DESIGN,
     DECAY,
-    EIGHT_BIT,
     MASTER,
     NOT_NEEDED,
     NOT_OFFERED,
     OFF,
+    OTHER_BITS,
     PAGED,
     PROMPTS,
     UNKNOWN,
@@ -369,11 +369,11 @@ _OPTIMIZERS = {
     "torch.optim.adam": ("adamw", "Adam adds the decay to the gradient; AdamW does not"),
     "bitsandbytes.optim.adamw": ("adamw", ""),
     "bitsandbytes.optim.pagedadamw": ("adamw", PAGED),
-    "bitsandbytes.optim.adamw8bit": ("adamw", EIGHT_BIT),
-    "bitsandbytes.optim.pagedadamw8bit": ("adamw", f"{EIGHT_BIT}; {PAGED}"),
-    "torchao.optim.adamw8bit": ("adamw", EIGHT_BIT),
-    "torchao.optim.adamwfp8": ("adamw", EIGHT_BIT),
-    "torchao.prototype.low_bit_optim.adamw8bit": ("adamw", EIGHT_BIT),
+    "bitsandbytes.optim.adamw8bit": ("adamw_8bit", ""),
+    "bitsandbytes.optim.pagedadamw8bit": ("adamw_8bit", PAGED),
+    "torchao.optim.adamw8bit": ("adamw_8bit", ""),
+    "torchao.optim.adamwfp8": ("adamw_8bit", OTHER_BITS),
+    "torchao.prototype.low_bit_optim.adamw8bit": ("adamw_8bit", ""),
 }
 _LOSSES = ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss", "CrossEntropyLoss")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lptune import linear, numerics, training
 from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight
-from lptune.training import AdamW, int8_adamw
+from lptune.training import AdamW, chunked_adamw
 from tests.helpers.tiny_run import clip_grad_norm
 
 # Gradients are set here, not computed: no GEMM runs that could be verified.
@@ -73,7 +73,7 @@ def _regression(rounding: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, 
     """First and last loss of 800 steps whose updates are a tenth of a step of INT8."""
     if rounding == "nearest":
         nearest = numerics.quantize_rows
-        monkeypatch.setattr(int8_adamw, "quantize_weight_rows", lambda w, key, first, **_: nearest(w))
+        monkeypatch.setattr(chunked_adamw, "quantize_weight_rows", lambda w, key, first, **_: nearest(w))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 64, generator=generator)
     y = x @ (torch.randn(32, 64, generator=generator) / 8).t()
@@ -138,7 +138,7 @@ def test_an_updated_weight_is_within_a_step_of_the_float32_update() -> None:
 def test_the_bits_do_not_depend_on_how_many_rows_are_updated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, gradient = [], torch.randn(32, 64)
     for chunk in (2**22, 5 * 64, 1):
-        monkeypatch.setattr(int8_adamw, "_CPU_CHUNK", chunk)
+        monkeypatch.setattr(chunked_adamw, "_CPU_CHUNK", chunk)
         layer = _layer()
         _step(layer, gradient, OptimizerConfig(lr=1e-3))
         weights.append(_weight(layer))
@@ -186,6 +186,6 @@ def test_a_weight_without_a_gradient_keeps_its_count_in_a_skipped_step() -> None
     layer.weight.grad = None  # frozen from here on
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
     optimizer.step()
-    assert isinstance(optimizer, training.int8_adamw.Int8AdamW)
+    assert isinstance(optimizer, training.chunked_adamw.ChunkedAdamW)
     optimizer.take_back()
     assert optimizer.state[layer.weight]["num_updates"] == 1
