@@ -12,6 +12,9 @@ import shutil
 from pathlib import Path
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # no pool of processes that each import torch
+# As the launcher does before it imports torch (lptune/launch/flags.py), which a fork has done already: else a
+# store that ends while another process writes to it prints a stack.
+os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
 
 # ruff: noqa: F401
 import safetensors.torch
