@@ -121,12 +121,12 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
 
         weight, first_row = local_rows(parameter)
         assert parameter.grad is not None
-        num_rows, k = weight.shape[0], math.prod(weight.shape[1:])  # a vector has rows of one element
         if not isinstance(weight, Int8Weight):
-            weight = weight.view(num_rows, k)
+            weight = _as_rows(weight)
+        num_rows, k = weight.shape
         g_all_NK = on_this_rank(parameter.grad).reshape(num_rows, k)
         parts = [
-            tuple(on_this_rank(state[moment + suffix]).view(num_rows, -1) for suffix in storage.SUFFIXES)
+            tuple(_as_rows(on_this_rank(state[moment + suffix])) for suffix in storage.SUFFIXES)
             for moment, storage in zip(MOMENTS, stored, strict=True)
         ]
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
@@ -181,6 +181,13 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 weight[rows] = round_to_bfloat16(w_NK, *bits)
         if found_inf is not None:
             state["step"] -= found_inf
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """A view as a matrix; a vector has rows of one element. Without -1, which is ambiguous if a rank has no
+    rows.
+    """
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def _dequantize_into(w_NK: Tensor, q_NK: Tensor, scale_N1: Tensor) -> Tensor:

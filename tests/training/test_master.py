@@ -64,6 +64,28 @@ def test_the_bits_depend_on_neither_ranks_nor_chunks(
         assert (sharded[name] == tensor).float().mean() > 0.99
 
 
+def _one_row(rank: int, num_ranks: int, kind: str, master: str) -> dict[str, Tensor]:
+    with distributed.session("cpu") as world:
+        torch.manual_seed(0)
+        layer = nn.Linear(4096, 1).to(torch.bfloat16 if master == "none" else torch.float32)
+        fully_shard(layer, mesh=world.mesh)
+        optimizer = training.build_optimizer(layer, OptimizerConfig(kind=kind, master=master, lr=1e-2))
+        layer(torch.ones(1, 4096, dtype=layer.weight.dtype)).sum().backward()
+        optimizer.step()
+        return {name: distributed.full_tensor(each).detach() for name, each in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_bf16"])
+@pytest.mark.parametrize("master", ["none", "float32"])
+def test_a_rank_without_rows_updates_nothing(kind: str, master: str, ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    before = nn.Linear(4096, 1)
+    after = ranks.run(_one_row, 2, kind, master)[0]
+    for name, parameter in before.named_parameters():
+        step = after[name].float() - parameter.detach().to(after[name].dtype).float()
+        assert abs(float(step.mean()) + 1e-2) < 1e-3
+
+
 def test_an_update_is_unbiased_in_every_element() -> None:
     num_seeds, name = 256, "0.weight"
     cfg = OptimizerConfig(lr=1e-4, weight_decay=0.1)
