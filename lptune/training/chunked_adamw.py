@@ -118,6 +118,8 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         column = first_column(parameter)
         name = self._names[parameter] + (f"/{column}" if column else "")
         key = random_key(self._seed, state["num_updates"], name)
+        # Not key ^ 1, under which element i would draw what element i ^ 1 of the weight does.
+        keys_of_moments = [random_key(key, number, "moment") for number, _ in enumerate(MOMENTS)]
 
         weight, first_row = local_rows(parameter)
         assert parameter.grad is not None
@@ -164,8 +166,8 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 found_inf=found_inf,
             )
             bits = RandomBits(key, (first_row + start) * k)
-            for number, (storage, of, moment) in enumerate(zip(stored, rows_of, moments, strict=True), 1):
-                storage.write(of, moment, bits._replace(key=key ^ number))
+            for storage, of, moment, its_key in zip(stored, rows_of, moments, keys_of_moments, strict=True):
+                storage.write(of, moment, bits._replace(key=its_key))
             if isinstance(weight, Int8Weight):
                 q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
                 updated = quantize_weight_rows(
