@@ -255,7 +255,8 @@ def change_of_optimizer(saved: RunState | None, cfg: RunConfig) -> str:
             f"{saved.folder}: was saved with optimizer.kind={before}, from whose state {kind} cannot go on; "
             "restore it, or export the checkpoint and start anew from that (model.path) in another output_dir"
         )
-    how = "rounded once" if now.num_bits < then.num_bits else "the same values"
+    # Moments in 8 bits have a float32 scale, so they are no numbers of bfloat16.
+    how = "the same values" if now.stored == OPTIMIZER_KINDS["adamw"].stored else "rounded once"
     return f"note: moments that were {then.stored} are {now.stored} from here on, {how}"
 
 

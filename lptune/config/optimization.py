@@ -16,14 +16,13 @@ class OptimizerKind(NamedTuple):
     """
     stored: str
     """How it stores them."""
-    num_bits: int
 
 
 OPTIMIZER_KINDS = {
-    "adamw": OptimizerKind("two moments", "in float32", 32),
-    "adamw_bf16": OptimizerKind("two moments", "in bfloat16", 16),
-    "adamw_8bit": OptimizerKind("two moments", "in 8 bits", 8),
-    "sgd": OptimizerKind("momentum or nothing", "in float32", 32),
+    "adamw": OptimizerKind("two moments", "in float32"),
+    "adamw_bf16": OptimizerKind("two moments", "in bfloat16"),
+    "adamw_8bit": OptimizerKind("two moments", "in 8 bits"),
+    "sgd": OptimizerKind("momentum or nothing", "in float32"),
 }
 """By `optimizer.kind`."""
 

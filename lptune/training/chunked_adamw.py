@@ -118,15 +118,17 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         column = first_column(parameter)
         name = self._names[parameter] + (f"/{column}" if column else "")
         key = random_key(self._seed, state["num_updates"], name)
+        # Not key ^ 1, under which element i would draw what element i ^ 1 of the weight does.
+        keys_of_moments = [random_key(key, number, "moment") for number, _ in enumerate(MOMENTS)]
 
         weight, first_row = local_rows(parameter)
         assert parameter.grad is not None
-        num_rows, k = weight.shape[0], math.prod(weight.shape[1:])  # a vector has rows of one element
         if not isinstance(weight, Int8Weight):
-            weight = weight.view(num_rows, k)
+            weight = _as_rows(weight)
+        num_rows, k = weight.shape
         g_all_NK = on_this_rank(parameter.grad).reshape(num_rows, k)
         parts = [
-            tuple(on_this_rank(state[moment + suffix]).view(num_rows, -1) for suffix in storage.SUFFIXES)
+            tuple(_as_rows(on_this_rank(state[moment + suffix])) for suffix in storage.SUFFIXES)
             for moment, storage in zip(MOMENTS, stored, strict=True)
         ]
         chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
@@ -164,8 +166,8 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 found_inf=found_inf,
             )
             bits = RandomBits(key, (first_row + start) * k)
-            for number, (storage, of, moment) in enumerate(zip(stored, rows_of, moments, strict=True), 1):
-                storage.write(of, moment, bits._replace(key=key ^ number))
+            for storage, of, moment, its_key in zip(stored, rows_of, moments, keys_of_moments, strict=True):
+                storage.write(of, moment, bits._replace(key=its_key))
             if isinstance(weight, Int8Weight):
                 q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
                 updated = quantize_weight_rows(
@@ -181,6 +183,13 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 weight[rows] = round_to_bfloat16(w_NK, *bits)
         if found_inf is not None:
             state["step"] -= found_inf
+
+
+def _as_rows(tensor: Tensor) -> Tensor:
+    """A view as a matrix; a vector has rows of one element. Without -1, which is ambiguous if a rank has no
+    rows.
+    """
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
 def _dequantize_into(w_NK: Tensor, q_NK: Tensor, scale_N1: Tensor) -> Tensor:

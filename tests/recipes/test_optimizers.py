@@ -64,6 +64,11 @@ def test_it_learns_as_float32_adamw_does(kind: str, run_recipe: Run, tmp_path: P
             "adamw_8bit",
             "moments that were in bfloat16 are in 8 bits from here on, rounded once",
         ),
+        (
+            "adamw_8bit",
+            "adamw_bf16",
+            "moments that were in 8 bits are in bfloat16 from here on, rounded once",
+        ),
     ],
 )
 def test_another_kind_goes_on_with_the_moments_and_says_what_becomes_of_them(

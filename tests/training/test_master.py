@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lptune import distributed, training
+from lptune import distributed, numerics, training
 from lptune.config import OptimizerConfig
-from lptune.training import chunked_adamw
+from lptune.training import chunked_adamw, moments
 from tests.helpers.ranks import Ranks
 
 K = 144
@@ -64,6 +64,28 @@ def test_the_bits_depend_on_neither_ranks_nor_chunks(
         assert (sharded[name] == tensor).float().mean() > 0.99
 
 
+def _one_row(rank: int, num_ranks: int, kind: str, master: str) -> dict[str, Tensor]:
+    with distributed.session("cpu") as world:
+        torch.manual_seed(0)
+        layer = nn.Linear(4096, 1).to(torch.bfloat16 if master == "none" else torch.float32)
+        fully_shard(layer, mesh=world.mesh)
+        optimizer = training.build_optimizer(layer, OptimizerConfig(kind=kind, master=master, lr=1e-2))
+        layer(torch.ones(1, 4096, dtype=layer.weight.dtype)).sum().backward()
+        optimizer.step()
+        return {name: distributed.full_tensor(each).detach() for name, each in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_bf16"])
+@pytest.mark.parametrize("master", ["none", "float32"])
+def test_a_rank_without_rows_updates_nothing(kind: str, master: str, ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    before = nn.Linear(4096, 1)
+    after = ranks.run(_one_row, 2, kind, master)[0]
+    for name, parameter in before.named_parameters():
+        step = after[name].float() - parameter.detach().to(after[name].dtype).float()
+        assert abs(float(step.mean()) + 1e-2) < 1e-3
+
+
 def test_an_update_is_unbiased_in_every_element() -> None:
     num_seeds, name = 256, "0.weight"
     cfg = OptimizerConfig(lr=1e-4, weight_decay=0.1)
@@ -87,6 +109,25 @@ def test_an_update_is_unbiased_in_every_element() -> None:
     assert z.numel() > 1000
     # The square of a normal number has mean 1 and variance 2.
     assert abs(float(z.square().mean()) - 1) < 4 * math.sqrt(2 / z.numel())
+
+
+def test_weight_and_moment_draw_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = list[set[float]]()
+
+    def rounded(x_MK: Tensor, key: int, first: int) -> Tensor:
+        index = torch.arange(first, first + x_MK.numel())
+        drawn.append(set(numerics.uniform(key, index).tolist()))
+        return x_MK.to(torch.bfloat16)
+
+    for module in (chunked_adamw, moments):
+        monkeypatch.setattr(module, "round_to_bfloat16", rounded)
+    layer = nn.Linear(64, 64, bias=False).bfloat16()
+    optimizer = training.build_optimizer(layer, OptimizerConfig(kind="adamw_bf16", master="none"))
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    second_moment, weight = drawn
+    # Of 2**24 numbers each draws 4,096: by chance they share one.
+    assert len(second_moment & weight) < 10
 
 
 def test_seed_and_name_change_the_rounding_and_updates_below_a_step_add_up() -> None:
