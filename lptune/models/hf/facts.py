@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 
 _MAX_LAYERS = 4096
+_OLDEST = 5, 17
+"""The oldest transformers with which the models were tried. Our own decoder needs none of its models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,16 @@ def _builds(family: str) -> bool:
 
 
 def _check(keys: Keys) -> None:
+    import transformers
+
+    found = transformers.__version__
+    if tuple(map(int, found.split(".")[:2])) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise keys.error(
+            "model_type",
+            f"{keys.get('model_type')!r} is built by transformers {oldest} or newer, found {found}; "
+            f"run: {sys.executable} -m pip install -U transformers",
+        )
     for key in ("quantization_config", "compression_config"):
         if (found := keys.get(key)) is not None:
             method = found.get("quant_method") if isinstance(found, dict) else found

@@ -193,6 +193,17 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
         read(model_type="olmo3", hidden_size="wide")
 
 
+def test_a_transformers_that_was_not_tried_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}')
+    monkeypatch.setattr("transformers.__version__", "5.16.2")
+    with pytest.raises(
+        UserError, match=r"transformers 5\.17 or newer, found 5\.16\.2; run: .* -U transformers"
+    ):
+        models.read_config(tmp_path)
+
+
 def test_a_checkpoint_without_a_constant_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
