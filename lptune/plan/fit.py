@@ -5,7 +5,6 @@ buffers, kernels' workspaces and fragmentation, none of which a plan counts.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -77,15 +76,15 @@ def remedies(
     if held > (1 - HEADROOM) * device.memory_bytes:
         yield f"weights and optimizer state alone take {size_text(held)} on a rank"
     yield "planned instead, one change at a time:"
-    plan = functools.partial(
-        _plan,
-        cfg,
-        model_config=model_config,
-        world_size=world_size,
-        device=device,
-        step=step,
-        frozen_config=frozen_config,
-    )
+
+    known: dict[frozenset[tuple[str, bool | int | str]], DryRun] = {}
+
+    def plan(change: Remedy) -> DryRun:
+        key = frozenset(change.items())
+        if key not in known:
+            known[key] = _plan(cfg, change, model_config, world_size, device, step, frozen_config)
+        return known[key]
+
     num_fitting = 0
     possible, tried = list[Remedy](), list[Remedy]()
     for _, group in itertools.groupby(_changes(cfg, world_size), _needs_more):
@@ -109,6 +108,8 @@ def remedies(
             tried.append(remedy)
             with suppress(UserError):  # these changes may exclude each other
                 remedy, planned = _fewest(together, plan, device)
+                if not remedy or remedy in tried[:-1]:
+                    continue
                 yield _line(cfg, remedy, planned, device)
                 num_fitting += fits(planned.peak_bytes, device)
 
@@ -123,25 +124,35 @@ def _joined(changes: Sequence[Remedy]) -> Remedy:
     return {key: value for change in changes for key, value in change.items()}
 
 
+def _is_measured(change: Remedy) -> bool:
+    """False for another optimizer.kind and optimizer.master that nobody tried together."""
+    both = change.get("optimizer.kind"), change.get("optimizer.master")
+    return None in both or both in MEASURED_COSTS
+
+
 def _fewest(
     changes: Sequence[Remedy], plan: Callable[[Remedy], DryRun], device: Device
 ) -> tuple[Remedy, DryRun]:
-    """All changes together with their plan; if that fits, without those that it fits without. The last is
-    left out first: of a key with several values the value before it is then left.
+    """The changes together, without those that they fit without and those that do not lower the peak (with
+    optimizer.master=none there is no copy of the weights to free), and their plan. The last is left out
+    first: of a key with several values the value before it is then left.
     """
     kept, planned = list(changes), plan(_joined(changes))
-    if not fits(planned.peak_bytes, device):
-        return _joined(kept), planned
-    for change in reversed(changes):
-        fewer = [each for each in kept if each is not change]
-        if _joined(fewer) == _joined(kept):  # a value that another one replaces
-            kept = fewer
-            continue
-        with suppress(UserError):
-            found = plan(_joined(fewer))
-            if fits(found.peak_bytes, device):
-                kept, planned = fewer, found
-    return _joined(kept), planned
+    while True:
+        did_fit = fits(planned.peak_bytes, device)
+        for change in reversed(kept):
+            fewer = [each for each in kept if each is not change]
+            if _joined(fewer) == _joined(kept):  # a value that another one replaces
+                kept = fewer
+                continue
+            if not _is_measured(_joined(fewer)):
+                fewer = [each for each in fewer if each.keys() != change.keys()]
+            with suppress(UserError):
+                found = plan(_joined(fewer))
+                if fits(found.peak_bytes, device) or found.peak_bytes <= planned.peak_bytes:
+                    kept, planned = fewer, found
+        if did_fit or not fits(planned.peak_bytes, device):
+            return _joined(kept), planned
 
 
 def _holds_more_than_fits(change: Remedy, held: int, world_size: int, device: Device) -> bool:
@@ -159,13 +170,18 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     forward of every block, which takes more time than an update. What the config refuses is among them.
     """
     parallel = cfg.parallel
-    if not parallel.reshards(world_size):
-        yield {"parallel.reshard_after_forward": True}
     num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
     num_data_ranks = world_size // parallel.tensor
     shards = num_data_ranks > parallel.replicate  # one rank has nothing to shard
-    if shards and num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
-        yield {"parallel.reduce_every_micro_batch": True}
+    every: Remedy = {}
+    if num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
+        every = {"parallel.reduce_every_micro_batch": True}
+    # With FSDP on one rank the gradients of micro-batches add up unreduced beside those of the parameters.
+    with_fsdp: Remedy = {} if shards else every
+    if not parallel.reshards(world_size):
+        yield {"parallel.reshard_after_forward": True} | with_fsdp
+    if shards and every:
+        yield every
     if parallel.replicate > 1:
         yield {"parallel.replicate": 1}
     if cfg.micro_batch_size > 1:
@@ -184,11 +200,8 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
             yield {_RANKS: times * world_size}
         times *= 2
     if not parallel.cpu_offload:
-        change: Remedy = {_OFFLOAD: True}
-        if not shards and num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
-            # Otherwise gradients add up on the GPU, and move to the host after the last micro-batch.
-            change["parallel.reduce_every_micro_batch"] = True
-        yield change
+        # Otherwise gradients add up on the GPU, and move to the host after the last micro-batch.
+        yield {_OFFLOAD: True} | with_fsdp
 
 
 def _plan(

@@ -73,6 +73,15 @@ ALL_HERE = "micro_batch_size=1 optimizer.kind=adamw_8bit activation_checkpointin
 """Of CONFIG on two ranks: all that needs no host memory and no more ranks."""
 
 
+def saved(cfg: FinetuneConfig, world_size: int) -> int:
+    """The number of changes of CONFIG on two ranks that `cfg` has: each saves a byte."""
+    parallel = cfg.parallel
+    changed = [cfg.micro_batch_size == 1, cfg.activation_checkpointing == "full", parallel.cpu_offload]
+    changed += [cfg.optimizer.kind != "adamw", cfg.optimizer.kind == "adamw_8bit"]
+    changed += [cfg.optimizer.master == "none", parallel.reduce_every_micro_batch, world_size > 2]
+    return sum(changed)
+
+
 def verdict_of(line: str) -> str:
     """What a remedy's line says after the peak, without the cost."""
     return line.partition(" (")[0].rpartition(", ")[2]
@@ -99,13 +108,14 @@ def test_each_remedy_was_planned_and_is_what_its_keys_take() -> None:
         "optimizer.kind=adamw_8bit",
         "activation_checkpointing=full",
         "optimizer.master=none",
-        ALL_HERE,
+        # Without what does not lower the peak: on the host the moments take nothing of the GPU.
+        "optimizer.kind=adamw_8bit activation_checkpointing=full optimizer.master=none",
         "parallel.cpu_offload=true",
-        f"{ALL_HERE} parallel.cpu_offload=true",
+        "activation_checkpointing=full optimizer.master=none parallel.cpu_offload=true",
     ]
     cfg, num_ranks = _changed(lines[-1])
     again = dry_run(cfg, TINY, num_ranks, device)
-    assert f"a peak of {again.peak_bytes / 1e6:,.1f} MB" in lines[-1]
+    assert f"a peak of {again.peak_bytes / 1e3:,.1f} kB" in lines[-1]
     assert f"and {again.host_bytes / 1e3:,.1f} kB of host memory a rank" in lines[-1]
     assert all(verdict_of(line) == "does not fit" for line in lines)
 
@@ -123,11 +133,11 @@ def test_the_search_ends_when_two_changes_fit_and_tries_all_together_when_none_d
         optimizer = f"{cfg.optimizer.kind} {cfg.optimizer.master}"
         tried.append((cfg.micro_batch_size, optimizer, cfg.activation_checkpointing, world_size))
         peak = 10 if cfg.activation_checkpointing == "full" or world_size > 2 else 90
-        return SimpleNamespace(peak_bytes=peak, host_bytes=0)
+        return SimpleNamespace(peak_bytes=peak - saved(cfg, world_size), host_bytes=0)
 
     monkeypatch.setattr(fit, "dry_run", planned)
     cfg = dataclasses.replace(CONFIG, global_batch_size=16)
-    device = dataclasses.replace(named_device("h100"), memory_bytes=90)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=80)
     _, *lines = remedies(cfg, TINY, 2, device, holds(0))
     assert tried == [
         (2, "adamw float32", "selective", 2),
@@ -177,10 +187,31 @@ def test_together_are_only_the_changes_that_are_needed_and_the_cheaper_kind(
 
     assert keys(needs(16, "float32")) == ["optimizer.kind=adamw_bf16 activation_checkpointing=full"]
     assert keys(needs(8, "float32")) == ["optimizer.kind=adamw_8bit activation_checkpointing=full"]
+    # That would do with adamw_bf16, too, but nobody measured it with bfloat16 weights.
+    assert keys(needs(16, "none")) == [
+        "optimizer.kind=adamw_8bit activation_checkpointing=full optimizer.master=none"
+    ]
     assert keys(needs(32, "none")) == ["activation_checkpointing=full optimizer.master=none"]
     assert keys(lambda cfg, _: 10 if cfg.parallel.cpu_offload and cfg.micro_batch_size == 1 else 91) == [
         "micro_batch_size=1 parallel.cpu_offload=true"
     ]
+
+
+def test_a_change_that_raises_the_peak_of_the_others_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Full checkpointing stands for a change that saves alone, and costs memory beside another one.
+    def peak(cfg: FinetuneConfig, _: int) -> int:
+        is_full = cfg.activation_checkpointing == "full"
+        return 100 - 10 * (cfg.micro_batch_size == 1) + (1 if cfg.micro_batch_size == 1 else -1) * is_full
+
+    monkeypatch.setattr(fit, "dry_run", _planned_as(peak))
+    device = dataclasses.replace(named_device("h100"), memory_bytes=50)
+    cfg = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(kind="sgd"))
+    found = list(remedies(cfg, TINY, 2, device, holds(0)))
+    assert keys_of(found[1:]) == [
+        "micro_batch_size=1",
+        "activation_checkpointing=full",
+        "parallel.cpu_offload=true",
+    ]  # and nothing together: the first alone is better
 
 
 def test_with_more_ranks_no_more_are_named_than_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,10 +258,10 @@ def test_what_an_optimizer_costs_is_what_its_page_says(monkeypatch: pytest.Monke
         if times:
             assert re.search(rf"^\| `{kind}` \| [\d.]+ \| {times} \|", page, re.MULTILINE)
 
-    monkeypatch.setattr(fit, "dry_run", _planned_as(lambda *_: 100))
+    monkeypatch.setattr(fit, "dry_run", _planned_as(lambda *given: 100 - saved(*given)))
     device = dataclasses.replace(named_device("h100"), memory_bytes=100)
     costs = dict(
-        line.strip().split(": a peak of 100 B a rank, does not fit")
+        re.split(r": a peak of \d+ B a rank, does not fit", line.strip())
         for line in remedies(CONFIG, TINY, 2, device, holds(0))
         if ": " in line
     )
@@ -253,7 +284,7 @@ def test_a_change_that_leaves_too_much_on_a_rank_is_not_tried_alone(monkeypatch:
     ) -> SimpleNamespace:
         tried.append((world_size, f"{cfg.optimizer.kind} {cfg.optimizer.master}"))
         enough = world_size == 8 or cfg.parallel.cpu_offload
-        return SimpleNamespace(peak_bytes=90 if enough else 100_000, host_bytes=0)
+        return SimpleNamespace(peak_bytes=90 if enough else 100_000 - saved(cfg, world_size), host_bytes=0)
 
     monkeypatch.setattr(fit, "dry_run", planned)
     cfg = dataclasses.replace(CONFIG, global_batch_size=16)
@@ -261,14 +292,14 @@ def test_a_change_that_leaves_too_much_on_a_rank_is_not_tried_alone(monkeypatch:
     lines = list(remedies(cfg, TINY, 2, device, holds(200_000)))
     # 200 kB on each of 2 ranks, where 90 kB fit: 4 ranks hold 100 kB each, 8 ranks 50 kB; or the host. How
     # much another optimizer holds, only its plan says.
-    assert tried == [
+    assert tried[:4] == [
         (2, "adamw_bf16 float32"),
         (2, "adamw_8bit float32"),
         (2, "adamw none"),
-        (2, "adamw_8bit none"),  # with all that was not tried alone
-        (8, "adamw float32"),
-        (2, "adamw float32"),
+        (2, "adamw_8bit none"),  # with all that was not tried alone, and then without each
     ]
+    assert tried[-2:] == [(8, "adamw float32"), (2, "adamw float32")]
+    assert {world_size for world_size, _ in tried[4:-2]} == {2}
     assert lines[:2] == [
         "weights and optimizer state alone take 200.0 kB on a rank",
         "planned instead, one change at a time:",
