@@ -16,9 +16,10 @@ from lptune.base.errors import UserError, closest
 from lptune.base.files import read_text
 from lptune.base.text import cut, line_width, table, text_width, wrapped
 from lptune.cli import catalog
+from lptune.config import OPTIMIZER_KINDS
 
 _BYTES_PER_WEIGHT = 16
-"""float32 weight and gradient, and the two moments of AdamW."""
+"""float32 weight and gradient, and the two moments of AdamW: what a config takes that names no other."""
 _COPY_BYTES = 2
 """One GPU keeps a copy of each weight in compute dtype for its GEMMs."""
 _GPUS_GB = (24, 48, 80)
@@ -26,10 +27,14 @@ _GPUS_GB = (24, 48, 80)
 _USABLE = 0.9
 """Share of a GPU's memory that a plan may take, as in lptune/plan/fit.py."""
 _HUB_ID = re.compile(r"^# {1,9}lptune download ([\w.-]{1,96}/[\w.-]{1,96})", re.MULTILINE)
+# Not the value of another key: no precision.kind begins so.
+_KIND = re.compile(r"^[^#\n]{0,100}\bkind: (adamw\w{0,20})\b", re.MULTILINE)
+_NO_MASTER = re.compile(r"^[^#\n]{0,100}\bmaster: none\b", re.MULTILINE)
 _NOTE = (
-    "Number of weights; memory of the float32 weights, gradients and AdamW state over all GPUs; the GPUs of "
-    "24, 48 or 80 GB that it takes at least; the id on the hub. Activations come on top: `lptune plan "
-    "--config CONFIG` counts them."
+    "Number of weights; memory of the weights, gradients and AdamW state over all GPUs, with the config's "
+    "optimizer; the GPUs of 24, 48 or 80 GB that this takes at least; the id on the hub. Activations come on "
+    "top: `lptune plan --config CONFIG` counts them. optimizer.kind=adamw_8bit with optimizer.master=none "
+    "takes 6 bytes of each weight, AdamW in float32 16."
 )
 
 
@@ -42,14 +47,18 @@ class Row(NamedTuple):
     num_weights: int | None
     """None: the config is not named after a preset."""
     hub_id: str
+    bytes_per_weight: float
+    copy_bytes: int
+    """See `bytes_of`."""
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Weights, memory, the GPUs that it needs, and the hub id; empty without a preset."""
         if self.num_weights is None:
             return ()
-        memory = f"{self.num_weights * _BYTES_PER_WEIGHT / 1e9:.0f} GB"
-        return count_text(self.num_weights), memory, needs(self.num_weights), self.hub_id
+        memory = f"{self.num_weights * self.bytes_per_weight / 1e9:.0f} GB"
+        gpus = needs(self.num_weights, self.bytes_per_weight, self.copy_bytes)
+        return count_text(self.num_weights), memory, gpus.removeprefix("≥ "), self.hub_id
 
 
 @click.command()
@@ -81,7 +90,22 @@ def ls(words: tuple[str, ...]) -> None:
 
 def row(name: str, path: Path) -> Row:
     """What is known of a config."""
-    return Row(name, catalog.recipe_of(path), catalog.comment(path), num_weights(name), hub_id(path))
+    kind, comment = catalog.recipe_of(path), catalog.comment(path)
+    return Row(name, kind, comment, num_weights(name), hub_id(path), *bytes_of(path))
+
+
+def bytes_of(config: Path) -> tuple[float, int]:
+    """For each weight: the bytes of weight, gradient and moments with the optimizer that the config names,
+    and those of the copy in compute dtype that one GPU keeps beside a float32 weight.
+    """
+    try:
+        text = read_text(config, 2**20)
+    except (OSError, ValueError):  # reported where the config is loaded
+        text = ""
+    named = _KIND.search(text)
+    bits = OPTIMIZER_KINDS.get(named[1] if named else "", OPTIMIZER_KINDS["adamw"]).num_bits
+    kept = 2 * bits / 8 + (2 * 4 / 128 if bits == 8 else 0)  # the scales of blocks
+    return (4 + kept, 0) if _NO_MASTER.search(text) else (8 + kept, _COPY_BYTES)
 
 
 def hub_id(config: Path) -> str:
@@ -113,13 +137,15 @@ def count_text(number: int) -> str:
     return f"{scaled:.{max(0, 2 - int(math.log10(max(scaled, 1)) + 1e-9))}f} {unit}"
 
 
-def needs(number: int) -> str:
-    """The smallest memory that holds so many weights and their state: `≥ 48 GB`, `≥ 2x80 GB`."""
+def needs(number: int, bytes_per_weight: float = _BYTES_PER_WEIGHT, copy_bytes: int = _COPY_BYTES) -> str:
+    """The smallest memory that holds so many weights and their state: `≥ 48 GB`, `≥ 2x80 GB`. The bytes: as
+    `bytes_of` has them.
+    """
     for size in _GPUS_GB:
-        if number * (_BYTES_PER_WEIGHT + _COPY_BYTES) <= _USABLE * size * 1e9:
+        if number * (bytes_per_weight + copy_bytes) <= _USABLE * size * 1e9:
             return f"≥ {size} GB"
     # Several GPUs share the state, and gather the weights of a block at a time.
-    count = math.ceil(number * _BYTES_PER_WEIGHT / (_USABLE * _GPUS_GB[-1] * 1e9))
+    count = math.ceil(number * bytes_per_weight / (_USABLE * _GPUS_GB[-1] * 1e9))
     return f"≥ {max(2, count)}x{_GPUS_GB[-1]} GB"
 
 
@@ -134,4 +160,4 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     lines = iter(table([each.cells for each in rows if each.cells], ">>><"))
     start = max((len(each.name) for each in rows), default=0)
     for each in rows:
-        yield f"  {each.name:<{start}}  {next(lines) if each.cells else each.comment}".rstrip()
+        yield f" {each.name:<{start}}  {next(lines) if each.cells else each.comment}".rstrip()

@@ -5,7 +5,8 @@ linear layers are counted on fake tensors (traffic.py). The other parts are the 
 terms say what is read and written. The rates are those of one training step of Llama 3.2 3B on an H100
 (docs/gpu.md), where GEMMs run faster than alone. Another GPU is taken to reach the same share of its peaks
 and of its bandwidth, which is a weaker assumption the less the GPU is like Hopper. There are two numbers
-where lptune's kernel was measured in one form, and derived or assumed in another.
+where lptune's kernel was measured in one form, and derived or assumed in another. The update is AdamW's on
+float32 weights and moments, whatever optimizer.kind and optimizer.master say: no other ran on a GPU.
 
 A prediction says which part to work on. It has no part for a GPU that waits for the host, nor for launches.
 """

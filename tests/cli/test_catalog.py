@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lptune.cli import catalog
-from lptune.cli.ls import ls, needs, num_weights, row
+from lptune.cli.ls import bytes_of, ls, needs, num_weights, row
 from tests.base.test_progress import terminal
 from tests.cli.conftest import Command, write_model
 
@@ -194,6 +194,24 @@ def test_the_gpu_holds_18_bytes_of_each_weight_and_leaves_a_tenth_free() -> None
     assert needs(4 * 10**9) == "≥ 80 GB"  # 72 GB
     assert needs(4 * 10**9 + 1) == "≥ 2x80 GB"
     assert needs(70_553_706_496) == "≥ 16x80 GB"  # 1129 GB, 72 on each
+
+
+def test_a_config_with_another_optimizer_takes_what_it_keeps(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    for text, expected in (
+        ("optimizer: {lr: 1.0e-5}", (16, 2)),
+        ("optimizer: {kind: adamw_bf16}", (12, 2)),
+        ("optimizer: {master: none}", (12, 0)),
+        ("optimizer: {kind: adamw_8bit, master: none}", (6.0625, 0)),
+        ("optimizer:\n  kind: adamw_8bit", (10.0625, 2)),
+        ("optimizer: {kind: adamw_7bit}", (16, 2)),  # refused where it is loaded
+        ("# optimizer: {kind: adamw_8bit, master: none}", (16, 2)),
+    ):
+        config.write_text(f"model: {{path: x}}\n{text}\n")
+        assert bytes_of(config) == expected, text
+    assert needs(8_030_261_248, 6.0625, 0) == "≥ 80 GB"  # 48.7 GB, more than 43.2
+    assert needs(3_212_749_824, 6.0625, 0) == "≥ 24 GB"
+    assert needs(70_553_706_496, 6.0625, 0) == "≥ 6x80 GB"
 
 
 def test_lines_fit_a_terminal_and_stay_whole_in_a_pipe(command: Command) -> None:

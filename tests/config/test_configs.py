@@ -18,7 +18,9 @@ from lptune.config import (
     RunConfig,
     load_config,
 )
+from lptune.hardware.devices import named_device
 from lptune.models import preset_names
+from lptune.plan.dry_run import dry_run
 from tests.helpers.each import holds_for_each
 
 CONFIGS = catalog.configs()
@@ -33,6 +35,8 @@ SIZES = {
     "glm4_moe/air",
 }  # fmt: skip
 
+OF_MEMORY = {name for name in CONFIGS if re.search(r"_\d+gb$", name)}
+"""FAMILY/SIZE_MEMORY, for one GPU: `llama3_2/3b_48gb`."""
 OF_RECIPES = {name for name in CONFIGS if RECIPES[name] != "full_finetune" and "/" in name}
 """FAMILY/SIZE_SUFFIX of another recipe: `llama3_2/1b_distill`."""
 SHOWN = {
@@ -59,13 +63,14 @@ def commands(text: str) -> list[list[str]]:
 
 
 def test_every_size_has_one_config_and_every_yaml_is_found() -> None:
-    assert {name for name in CONFIGS if "/" in name and RECIPES[name] == "full_finetune"} == SIZES
+    assert {name for name in CONFIGS if "/" in name and RECIPES[name] == "full_finetune"} == SIZES | OF_MEMORY
+    assert OF_MEMORY
     assert set(CONFIGS.values()) == set((ROOT / "configs").rglob("*.y*ml"))
 
 
 def load(name: str, *overrides: str) -> typing.Any:
     """As its recipe loads it. A model's config says nothing of data."""
-    of_data = ["data.source=x"] if name in SIZES | OF_RECIPES else []
+    of_data = ["data.source=x"] if name in SIZES | OF_MEMORY | OF_RECIPES else []
     cfg = load_config(_class(name), CONFIGS[name], [*of_data, *overrides])
     assert isinstance(cfg, RunConfig | GenerateConfig | EvaluateConfig)
     return cfg
@@ -100,7 +105,7 @@ def check_values(name: str, bare: Path) -> None:
         for part in key.split("."):
             values = [getattr(value, part) for value in values]
         assert values[0] != values[1] or (name, key) in SHOWN, f"{key}: {values[0]} is the default"
-    assert cfg.precision.kind == "none" or name not in SIZES | OF_RECIPES, (
+    assert cfg.precision.kind == "none" or name not in SIZES | OF_MEMORY | OF_RECIPES, (
         "precision is chosen on the command line"
     )
 
@@ -108,14 +113,15 @@ def check_values(name: str, bare: Path) -> None:
 def test_each_name_is_a_preset_and_gives_the_output_folder() -> None:
     def check(name: str) -> None:
         family, size = name.split("/")
-        assert name in preset_names()
+        assert (name in preset_names()) == (name in SIZES)
+        assert f"{family}/{size.partition('_')[0]}" in preset_names()
         assert load(name).output_dir == f"runs/{family}-{size}-none"
 
-    holds_for_each(SIZES, check)
+    holds_for_each(SIZES | OF_MEMORY, check)
 
 
 def test_each_first_comment_downloads_what_the_config_reads_and_runs_it() -> None:
-    holds_for_each(SIZES, check_comment)
+    holds_for_each(SIZES | OF_MEMORY, check_comment)
 
 
 def check_comment(name: str) -> None:
@@ -174,6 +180,19 @@ def test_the_configs_for_pretraining_are_planned_for_their_preset_and_fit_their_
         assert model == f"the preset {name.removesuffix('_pretrain')}"
 
     holds_for_each((name for name in CONFIGS if RECIPES[name] == "continued_pretrain"), check)
+
+
+@pytest.mark.parametrize("kind", ["none", "int8_rotated"])
+@pytest.mark.parametrize("name", sorted(OF_MEMORY))
+def test_the_configs_for_one_gpu_are_planned_to_leave_a_tenth_of_it_free(name: str, kind: str) -> None:
+    memory_gb = int(re.search(r"_(\d+)gb$", name)[1])  # type: ignore[index]
+    cfg = load(name, f"precision.kind={kind}")
+    model_config, model, _ = planned_model.of_config(cfg, CONFIGS[name], None)
+    assert model == f"the preset {name.rpartition('_')[0]}"
+    device = named_device({24: "4090", 48: "l40s", 80: "h100"}[memory_gb])
+    assert device.memory_bytes == memory_gb * 10**9
+    peak_bytes = dry_run(cfg, model_config, 1, device).peak_bytes
+    assert peak_bytes <= 0.9 * device.memory_bytes, f"{peak_bytes:,}"
 
 
 def test_make_quickstart_runs_the_commands_of_its_config() -> None:
