@@ -161,6 +161,9 @@ class Update:
         loss, grad_norm = self._last
         count = self.num_skipped_in_a_row
         newest, earlier = "there is no checkpoint", ""
+        in_float32 = "compute_dtype=float32"
+        if any(p.requires_grad and p.dtype == torch.bfloat16 for p in self._model.parameters()):
+            in_float32 += " with optimizer.master=float32"  # master=none is refused with it
         if newest_checkpoint is not None:
             newest = f"the newest checkpoint is {newest_checkpoint}"
             earlier = "; where that does not help, resume=… an earlier checkpoint"
@@ -168,7 +171,7 @@ class Update:
             f"diverged at step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}, not finite"
             + (f" for {count} steps in a row" if count > 1 else "")
             + f"; the weights are still those of step {step - count}, and {newest}. The same config would "
-            "end here again: lower optimizer.lr, or set compute_dtype=float32, or precision.kind=none and "
+            f"end here again: lower optimizer.lr, or set {in_float32}, or precision.kind=none and "
             f"output_dir={output_dir} (this run's)"
             f"{earlier}"
         )

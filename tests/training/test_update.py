@@ -332,6 +332,17 @@ def test_steps_in_a_row_are_counted_through_a_resume_and_end_the_run_in_one_line
         assert "there is no checkpoint" in str(loop.update.diverged(6, None, Path("run")))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_run_without_master_weights_is_told_what_float32_needs(dtype: torch.dtype) -> None:
+    with distributed.session("cpu") as world:
+        layer = nn.Linear(4, 4).to(dtype)
+        optimizer = training.build_optimizer(layer, OptimizerConfig())
+        text = str(training.Update(layer, optimizer, world, 1.0).diverged(1, None, Path("run")))
+        assert "set compute_dtype=float32" in text
+        # optimizer.master=none is refused with compute_dtype=float32.
+        assert ("with optimizer.master=float32," in text) == (dtype == torch.bfloat16)
+
+
 def test_the_record_of_a_skipped_step_is_strict_json_and_is_always_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
