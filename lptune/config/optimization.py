@@ -15,14 +15,16 @@ class OptimizerKind(NamedTuple):
     other's checkpoints.
     """
     stored: str
-    """How it stores them."""
+    """How it stores them, for messages."""
+    num_bits: int
+    """Of an element of them."""
 
 
 OPTIMIZER_KINDS = {
-    "adamw": OptimizerKind("two moments", "in float32"),
-    "adamw_bf16": OptimizerKind("two moments", "in bfloat16"),
-    "adamw_8bit": OptimizerKind("two moments", "in 8 bits"),
-    "sgd": OptimizerKind("momentum or nothing", "in float32"),
+    "adamw": OptimizerKind("two moments", "in float32", 32),
+    "adamw_bf16": OptimizerKind("two moments", "in bfloat16", 16),
+    "adamw_8bit": OptimizerKind("two moments", "in 8 bits", 8),
+    "sgd": OptimizerKind("momentum or nothing", "in float32", 32),
 }
 """By `optimizer.kind`."""
 
