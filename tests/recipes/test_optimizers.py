@@ -24,7 +24,11 @@ def checkpoint_of(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    # Those with states of other dtypes stand for these.
+    [pytest.param(kind, marks=pytest.mark.slow if kind in ("adamw_bf16", "sgd") else []) for kind in KINDS],
+)
 def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(
     kind: str, run_recipe: Run, tmp_path: Path
 ) -> None:
@@ -43,7 +47,9 @@ def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(
     assert losses(back) == pytest.approx(losses(whole)[4:], rel=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["adamw_8bit", "adamw_bf16", "master none"])
+@pytest.mark.parametrize(
+    "kind", ["adamw_8bit", pytest.param("adamw_bf16", marks=pytest.mark.slow), "master none"]
+)
 def test_it_learns_as_float32_adamw_does(kind: str, run_recipe: Run, tmp_path: Path) -> None:
     last = []
     for keys, folder in (((), tmp_path / "adamw"), (KINDS[kind], tmp_path / kind)):
