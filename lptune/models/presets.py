@@ -337,16 +337,20 @@ def _qwen3_moe(dims: _Dims, **more: Any) -> Preset:
     return _preset("qwen3_moe", "Qwen3Moe", dims, rope_theta=1_000_000.0, attention_bias=False, **more)
 
 
-def _gpt_oss(dims: _Dims, **more: Any) -> Preset:
-    # openai/gpt-oss-20b, without its quantization_config
-    rope = {
+def _yarn(factor: float, original_max_len: int, **more: Any) -> Preset:
+    return {
         "rope_type": "yarn",
-        "factor": 32.0,
+        "factor": factor,
         "beta_fast": 32.0,
         "beta_slow": 1.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
+        **more,
+        "original_max_position_embeddings": original_max_len,
     }
+
+
+def _gpt_oss(dims: _Dims, **more: Any) -> Preset:
+    # openai/gpt-oss-20b, without its quantization_config
+    rope = _yarn(32.0, 4096, truncate=False)
     common: Preset = {
         "max_len": 131072,
         "eps": 1e-5,
@@ -368,14 +372,7 @@ def _gpt_oss(dims: _Dims, **more: Any) -> Preset:
 
 def _olmo3(dims: _Dims, **more: Any) -> Preset:
     # allenai/Olmo-3-1025-7B, allenai/Olmo-3-1125-32B
-    rope = {
-        "rope_type": "yarn",
-        "factor": 8.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "attention_factor": 1.2079441541679836,
-        "original_max_position_embeddings": 8192,
-    }
+    rope = _yarn(8.0, 8192, attention_factor=1.2079441541679836)
     common: Preset = {
         "max_len": 65536,
         "eps": 1e-6,
@@ -390,17 +387,8 @@ def _olmo3(dims: _Dims, **more: Any) -> Preset:
 
 def _ministral3(dims: _Dims, **more: Any) -> Preset:
     # the text part of mistralai/Ministral-3-3B-Base-2512 and -8B-Base-2512
-    rope = {
-        "rope_type": "yarn",
-        "rope_theta": 1_000_000.0,
-        "factor": 16.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 16384,
-        "llama_4_scaling_beta": 0.1,
-    }
+    more_of_rope = {"rope_theta": 1_000_000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope = _yarn(16.0, 16384, llama_4_scaling_beta=0.1, **more_of_rope)
     common: Preset = {"max_len": 262144, "eps": 1e-5, "hidden_act": "silu", "head_dim": 128}
     more = {**common, **more}
     return _preset("ministral3", "Ministral3", dims, rope_parameters=rope, sliding_window=None, **more)

@@ -19,7 +19,7 @@ The bits are those of gemm.py and quantize.py for each group.
 Shapes: S rows, E groups, K and N sizes of a matrix, R = E * N.
 """
 
-from collections.abc import Callable
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -330,9 +330,11 @@ class _Gemm(NamedTuple):
         scale_b = None if scale_b is None else scale_b.contiguous()
         tensors = (a, b, self.out, scale_a.contiguous(), scale_b, places(ends_E, num_rows))
         dtypes = a.dtype, b.dtype, self.out.dtype
-        key = (self.form, a.get_device(), *self[4:], a.stride(0), b.stride(0), *dtypes, scale_b is None)
+        sizes = (self.m, self.n, self.k, self.num_groups)
+        key = (self.form, a.get_device(), *sizes, a.stride(0), b.stride(0), *dtypes, scale_b is None)
+        by = functools.partial(self._launch, has_scale_b=scale_b is not None)
         if config is not None:
-            self._launch(config, scale_b is not None).run(tensors)
+            by(config).run(tensors)
         elif not again.again(key, tensors):
             is_int8, tma = a.dtype == torch.int8, launch.has_tma(device) and fits_tma(a) and fits_tma(b)
             found: list[GroupedConfig | HopperConfig]
@@ -340,12 +342,9 @@ class _Gemm(NamedTuple):
             found = [each for each in CONFIGS if each.block_k == 128 or is_int8]
             fast = hopper_configs(launch.capability(device)[0], is_int8, tma)
             found += [each for each in fast if each.block_m == _TILE.value]
-            sizes = f"N={self.n} K={self.k} S~{launch.bucket(self.m)}"
-            if self.form == "outer":
-                sizes = f"N={self.m} K={self.n} S~{launch.bucket(self.k)}"
-            name = f"grouped {self.form} {a.dtype} {self.out.dtype} tma={tma} E={self.num_groups} {sizes}"
-            by: Callable[[GroupedConfig | HopperConfig], Launch]
-            by = lambda each: self._launch(each, scale_b is not None)  # noqa: E731
+            n, k, num_rows = (self.n, self.k, self.m) if self.form == "rows" else (self.m, self.n, self.k)
+            name = f"grouped {self.form} {a.dtype} {self.out.dtype} tma={tma} E={self.num_groups}"
+            name += f" N={n} K={k} S~{launch.bucket(num_rows)}"
             chosen = launch.tuned(name, found, lambda each: by(each).run(tensors), device)
             again.first(key, [by(chosen)], tensors)
 
