@@ -46,9 +46,10 @@ def pages(make_run: MakeRun, tmp_path: Path) -> dict[str, Path]:
             )
         )  # fmt: skip
     runs = [read_run(folder) for folder in folders]
-    found = {"one": runs[:1], "three": runs}
-    paths = {name: write_page(tmp_path / f"{name}.html", of, 0) for name, of in found.items()}
-    return paths | {"live": write_page(tmp_path / "live.html", runs[:1], refresh_s=1)}
+    paths = {name: tmp_path / f"{name}.html" for name in ("one", "three", "live")}
+    for name, shown in (("one", runs[:1]), ("three", runs), ("live", runs[:1])):
+        write_page(paths[name], shown, 0, refresh_s=int(name == "live"))
+    return paths
 
 
 @pytest.mark.parametrize("width", [400, 1280])
