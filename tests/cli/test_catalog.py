@@ -1,13 +1,16 @@
 """ls, cp and names: what is found by a name, what a misspelt one gets; sizes, memory and hub ids of the configs."""
 
 import ast
+import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 
+from lptune.base.errors import UserError
 from lptune.cli import catalog
-from lptune.cli.ls import bytes_of, ls, needs, num_weights, row
+from lptune.cli.ls import bytes_of, count_text, ls, needs, num_weights, row
 from tests.base.test_progress import terminal
 from tests.cli.conftest import Command, write_model
 
@@ -185,6 +188,27 @@ def test_words_choose_a_recipe_or_configs(command: Command) -> None:
     code, stdout, stderr = command("ls", "gemna")
     assert (code, stdout, stderr.count("\n")) == (2, "", 1)
     assert "(did you mean 'gemma" in stderr
+
+
+def test_a_config_that_may_not_be_looked_at_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(path: Path, *, follow: bool) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")  # which root never gets
+
+    monkeypatch.setattr(catalog, "kind_of", closed)
+    with pytest.raises(UserError, match=r"^closed/a\.yaml: cannot be read: Permission denied$"):
+        catalog.find_config("closed/a.yaml")
+
+
+def test_the_recipe_of_a_config_is_found_in_time_whatever_its_comments_are(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"# {'lptune run ' * 12_000}\n")
+    begin = time.process_time()
+    assert catalog.recipe_of(tmp_path / "c.yaml") == "full_finetune"
+    assert time.process_time() - begin < 2  # `.*` takes 9 s, and 1,000 times as long for the largest config
+
+
+def test_a_number_of_weights_has_three_digits() -> None:
+    found = [count_text(number) for number in (268_098_176, 999_885_952, 1_235_814_400, 70_553_706_496)]
+    assert found == ["268 M", "1.00 B", "1.24 B", "70.6 B"]
 
 
 def test_the_gpu_holds_18_bytes_of_each_weight_and_leaves_a_tenth_free() -> None:

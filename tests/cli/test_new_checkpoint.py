@@ -120,6 +120,10 @@ def test_verify_names_the_damage(command: Command) -> None:
     weights = Path("new/model.safetensors")
     good = load_file(weights)
     name = "model.layers.1.mlp.up_proj.weight"
+    head = {"lm_head.weight": good["model.embed_tokens.weight"] * 2}
+    save_file(good | head, weights, metadata={"format": "pt"})  # not tied after all, which is no damage
+    code, stdout, _ = command("verify", "new")
+    assert (code, stdout.count("note: new: lm_head.weight differs from model.embed_tokens.weight")) == (0, 1)
 
     def refused(change: dict[str, torch.Tensor]) -> str:
         save_file(good | change, weights, metadata={"format": "pt"})

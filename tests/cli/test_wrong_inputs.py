@@ -41,9 +41,10 @@ def check(words: str, folder: Path, run: Callable[[], tuple[int, str, str]]) -> 
     assert files_in(folder) == before
 
 
-def files_in(folder: Path) -> list[Path]:
-    """All but the code that Python keeps of a recipe that it has read."""
-    return sorted(path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+def files_in(folder: Path) -> dict[Path, int]:
+    """When each was written, in ns; all but the code that Python keeps of a recipe that it has read."""
+    found = (path for path in folder.rglob("*") if "__pycache__" not in path.parts)
+    return {path: path.lstat().st_mtime_ns for path in found}
 
 
 def ids(table: list[Any]) -> list[Any]:
@@ -364,7 +365,7 @@ RECIPES = {  # which are none
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """A folder with files of every kind."""
-    for folder in ("empty", "full", "new/checkpoints", "run/checkpoints/step-00000004", "bad", "a", "charts"):
+    for folder in ("empty", "full", "new/checkpoints", "run/checkpoints/step-00000004", "bad", "a"):
         (tmp_path / folder).mkdir(parents=True)
     write_model(tmp_path / "tiny")
     config = "model: {path: tiny}\ndata: {source: builtin}\ndevice: cpu\n"
@@ -385,7 +386,6 @@ def here(tmp_path: Path) -> Path:
         (tmp_path / name).write_text(text)
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     os.mkfifo(tmp_path / "pipe")
-    os.mkfifo(tmp_path / "charts/loss.svg")
     for name, target in {
         "loop": "loop",
         "null": os.devnull,
@@ -409,6 +409,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("cat ~nobody-here/a", "recipe or config: ~nobody-here/a: there is no such user's home"),
     ("cat pipe", "pipe: is a pipe | give the name or the path of a recipe or config"),
     ("cat /dev/zero", "/dev/zero: is a device or socket | give the name or the path"),
+    ("cat /proc/self/mem", "/proc/self/mem: is not text"),
     ("cat loop", "loop: is a link | give the name or the path"),
     ("cat dangling", "dangling: no such recipe or config | `lptune ls` shows what there is"),
     (f"run full_finetun {TOY[7:]}", "full_finetun: no such recipe | did you mean 'full_finetune'?"),
@@ -426,6 +427,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("cp llama3_2/1b b/c.yaml", "b: no such folder | add --parents"),
     ("cp llama3_2/1b file/c.yaml --parents", "file: is a file, where a folder is needed"),
     ("cp full_finetune file", "file: exists | add --force to overwrite it"),
+    ("cp full_finetune dangling", "dangling: exists | add --force to overwrite it"),
     ("cp full_finetune pipe --force", "pipe: cannot be overwritten | choose another DEST"),
     # --- recipes and configs
     ("run open.py --config toy.yaml", "open.py: line 1: not valid Python"),
@@ -442,6 +444,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("validate toy.yaml precision.kind", "argument 'precision.kind': overrides have the form key=value"),
     ("validate toy.yaml data.eval_fraction=0.1 data.eval_source=builtin", "data.eval_fraction | set one of them"),
     ("validate toy.yaml checkpoint.keep_best=1", "checkpoint.keep_best: needs evaluations | set data.eval_fraction"),
+    ("validate toy.yaml data.eval_fraction=0.1 eval_every_steps=4 checkpoint.keep_best=1 checkpoint.every_steps=6",
+     "checkpoint.keep_best: uses evaluations | a multiple of eval_every_steps (4)"),
     ("validate toy.yaml checkpoint.at_end=false", "checkpoint.at_end: | set export.enabled=false"),
     ("validate toy.yaml output_dir=tiny", "output_dir: tiny would overwrite the model in model.path"),
     ("validate toy.yaml data.seq_len=1000000000000", "micro_batch_size: 4 rows of data.seq_len= | lower one"),
@@ -478,6 +482,7 @@ COMMANDS: list[tuple[str, str]] = [
     # --- commands that make folders
     ("new-checkpoint llama3_2/tny new-one", "llama3_2/tny: no such family and size | mean 'llama3_2/tiny'?"),
     ("new-checkpoint llama3_2 new-one", "llama3_2: no such family and size | did you mean"),
+    ("new-checkpoint llama3_2/tiny file", "file: exists and is not an empty folder; choose another DEST"),
     ("new-checkpoint llama3_2/tiny new-one --vocab-size 100", "'--vocab-size': 100 is not in the range 260<=x"),
     ("new-checkpoint llama3_2/tiny new-one --dtype int8", "'--dtype': 'int8' is not one of 'float32'"),
     ("new-checkpoint llama3_2/tiny new-one --text no.txt", "--text no.txt: cannot be read as UTF-8 text"),
@@ -533,6 +538,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("report", "give the folder of a run"),
     ("report nowhere", "nowhere: no such folder"),
     ("report file", "file: is a file; give the folder"),
+    (f"report {X300}", "RUN...: is not a path: a name in it is longer than 255 bytes"),
+    (f"diff a {X300}", "B: is not a path"),
     ("report empty", "empty: is not a run's folder"),
     ("report loop", "loop"),
     ("report bad", "none of its 2 lines is a row of metrics"),
@@ -551,18 +558,21 @@ COMMANDS: list[tuple[str, str]] = [
     ("sweep --config toy.yaml optimizer.lr=1e-3,0.001", "lr=1e-3 and lr=0.001 are the same"),
     ("sweep --config toy.yaml sed=1,2", "unknown key 'sed'"),
     ("sweep --config toy.yaml --nproc-per-node 0 seed=1,2", "must be a positive integer, found '0'"),
+    ("sweep --config toy.yaml full_finetune data.source=builtin,no.jsonl", "no.jsonl: no such file"),
+    ("sweep --config toy.yaml seed=1,2 --output-dir file", "file: is a file, where a folder is needed"),
     ("sweep --config toy.yaml --nnodes 2 seed=1,2", "add --slurm"),
     ("sweep --config toy.yaml seed=1,2 --dryrun", "no such option here: --dryrun | did you mean '--dry-run'?"),
     ("sweep --config toy.yaml --rdzv-id x seed=1,2 --slurm my.sbatch", "the script of --slurm sets"),
     ("sweep --config toy.yaml evaluate seed=1,2", ""),
     *((f"sweep --config toy.yaml {values}", words) for values, words in (
         ("seed=1,", "has an empty value"), ("seed=1,2,1", "has the value '1' twice"), ("seed=1", "no key has several"),
-        ("precision.skip=[a,b", "] is missing at the end"), ("seed=1,2 seed=3", "is given twice"),
+        ("precision.skip=[a,b", "] is missing at the end"), ('x="\'a,b"', "' is missing at the end"), ("seed=1,2 seed=3", "is given twice"),
         ("full_finetune seed", "overrides have the form"), ("output_dir=a,b", "each run has its own folder"),
         (f"seed={','.join(map(str, range(20_000)))}", "has 20000 runs"))),
     # --- configs of other trainers
     (f"migrate {TUNE} --output mine.yaml", "mine.yaml: exists"),
     (f"migrate {TUNE} --world-size 3 --output b.yaml", "do not divide among 8"),
+    (f"migrate {TUNE} --from axolotl --output b.yaml", "is a config of torchtune, not of axolotl"),
     (f"migrate {TUNE} --output b.txt", "ends in .yaml"),
     ("migrate lora.yml --output b.yaml", "adapter: lora trains adapters"),
     ("migrate nothing.yaml", "no such config file"),
