@@ -63,6 +63,16 @@ def test_only_steps_that_both_have_are_compared(make_run: MakeRun) -> None:
     assert "no step has a loss in both" in diff(a, make_run("d", []))
 
 
+def test_losses_that_are_not_finite_in_both_and_equal_plans_do_not_differ(make_run: MakeRun) -> None:
+    files = {"precision_plan__json": plan()}
+    a = make_run("a", [row(1, loss=None), row(2, loss=None)], **files)
+    b = make_run("b", [row(1, loss=None), row(2, loss=1.0)], **files)
+    found = first_parted(read_run(a), read_run(b), "loss", TOLERANCE)
+    assert found is not None
+    assert found.step == 2
+    assert "precision plan: the same for all 5 layers" in diff(a, b)
+
+
 def test_keys_with_defaults_versions_data_and_layers(make_run: MakeRun) -> None:
     launch = {"num_steps": 100, "num_ranks": 1, "device": "cpu", "versions": {"torch": "2.13.0"}}
     a = make_run(

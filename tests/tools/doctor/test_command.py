@@ -95,7 +95,9 @@ def test_a_machine_with_two_h100_runs_all_kinds_and_is_told_published_speeds(gpu
             found[kind].text,
         ), kind
     assert "others" not in found
-    assert found["int8_rowcol"].section == "recommendation"
+    best = found["int8_rowcol"]
+    assert best.section == "recommendation"
+    assert best.text == f"int8 GEMMs are 2.0x as fast as bf16 on {H100} (published)"
 
 
 def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
@@ -240,7 +242,10 @@ def test_the_report_fits_80_columns_and_ends_with_counts_and_a_kind(
     assert max(map(len, stdout.splitlines())) <= 80
     bad = Line("GPUs", "gpu", PROBLEM, "bad", "do")
     monkeypatch.setattr(FakeChild, "found", (*FakeChild.found, bad))
-    assert bad._asdict() in json.loads(command("doctor", "--json")[1])["lines"]
+    document = json.loads(command("doctor", "--json")[1])
+    assert bad._asdict() in document["lines"]
+    assert document["recommendation"]["kind"] == "int8_rowcol"
+    assert document["num_problems"] == sum(line["status"] == PROBLEM for line in document["lines"])
     assert command("doctor", "--strict")[0] == 2
     sections = re.findall(r"^([a-zA-Z][a-zA-Z ]+)$", stdout, re.MULTILINE)
     assert sections[:6] == ["processor", "memory and disk", "software", "environment", "GPUs", "kinds"]
@@ -299,6 +304,15 @@ def test_full_disks_small_shared_memory_and_quotas_are_told(
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert (host.cpu_quota(), host.memory_limit()) == (None, None)
+
+
+def test_the_size_of_a_cache_is_that_of_a_number_of_files_and_of_no_link(tmp_path: Path) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}").write_bytes(b"x" * 1000)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    size, is_all = host.size_of(tmp_path)
+    assert (size - (tmp_path / "loop").lstat().st_size, is_all) == (4000, True)
+    assert not host.size_of(tmp_path, most_files=2)[1]
 
 
 def test_a_missing_compiler_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

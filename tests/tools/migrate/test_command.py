@@ -23,6 +23,14 @@ def test_the_config_that_it_writes_passes_validate(command: Command) -> None:
     assert "model.path: /tmp/Llama-3.3-70B-Instruct/ does not exist here yet" in stdout
 
 
+def test_what_the_recipe_would_refuse_is_in_the_report(command: Command) -> None:
+    text = Path(TORCHTUNE).read_text(encoding="utf-8").replace("lr: 2e-5", "lr: 0.0")
+    Path("theirs.yaml").write_text(text)
+    code, stdout, _ = command("migrate", "theirs.yaml", "--world-size", "16", "--output", "my.yaml")
+    assert code == 0
+    assert "config: optimizer.lr: must be greater than 0" in stdout
+
+
 def test_without_an_output_the_config_goes_to_stdout_and_the_report_to_stderr(command: Command) -> None:
     code, stdout, stderr = command("migrate", TORCHTUNE, "--world-size", "16")
     assert code == 0

@@ -271,6 +271,17 @@ def test_a_list_of_axolotl_datasets_keeps_the_keys_of_each(tmp_path: Path) -> No
     recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
 
 
+def test_the_warmup_and_the_data_sets_that_axolotl_ignores_are_named_and_not_taken(tmp_path: Path) -> None:
+    ignored = {"warmup_steps": 10, "lr_scheduler": "constant"}
+    corpus = [{"path": "b.jsonl", "type": "pretrain"}]
+    path = edited(tmp_path, AXOLOTL_8B, lambda it: it.update(ignored, pretraining_dataset=corpus))
+    draft = migrate(path)
+    assert settings(draft)["schedule.kind"] == "constant"
+    assert not settings(draft).get("schedule.warmup_steps")
+    assert {"warmup_steps", "datasets"} <= {each.theirs for each in draft.dropped}
+    assert counts(draft)["lost"] == 0
+
+
 def test_interpolations_are_resolved_but_the_environment_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -475,6 +486,7 @@ def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_pa
         ("a.json", "[]", "found list"),
         ("a.json", "[" * 100_000, "nested too deep"),
         ("a.toml", f"a = {'[' * 100_000}", "nested too deep"),
+        ("a.toml", f"{'a.' * 900}a = 1", "nested too deep"),
         ("a.yaml", "m: {_component_: !!python/object/apply:os.system ['touch pwned']}", "not valid YAML"),
     ],
 )

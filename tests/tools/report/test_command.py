@@ -31,7 +31,7 @@ def test_one_run_is_reported_in_its_folder_and_several_in_this_one(command: Comm
     assert (code, err) == (0, "")
     assert out == f"report: {tmp_path}/runs/a/report.html\n"
     assert (tmp_path / "runs/a/report.html").read_text().startswith("<!doctype html>")
-    code, out, err = command("report", "runs/a", "runs/b")
+    code, out, err = command("report", "runs/a", "runs/b", "./runs/a")
     assert (code, out, err) == (0, f"report: {tmp_path}/report.html\n", "")
     assert "2 runs" in (tmp_path / "report.html").read_text()
     code, out, err = command(
@@ -56,11 +56,19 @@ def test_a_folder_of_runs_stands_for_them(command: Command, tmp_path: Path) -> N
 
 
 def test_each_chart_becomes_an_svg_file(command: Command, tmp_path: Path) -> None:
-    a_run(tmp_path / "a")
+    run = a_run(tmp_path / "a")
+    with (run / "metrics.jsonl").open("a") as metrics:  # two names that are the same as a file's
+        metrics.write('{"step": 6, "eval_loss/a b": 1.0, "eval_loss/a-b": 2.0}\n')
     code, out, _ = command("report", "a", "--svg", "out/svg")
     assert code == 0
-    assert {path.name for path in (tmp_path / "out/svg").iterdir()} == {"loss.svg", "lr.svg"}
-    assert f"2 charts as SVG: {tmp_path}/out/svg\n" in out
+    names = {path.name for path in (tmp_path / "out/svg").iterdir()}
+    assert names == {"loss.svg", "lr.svg", "eval-loss-a-b.svg", "eval-loss-a-b-2.svg"}
+    assert f"4 charts as SVG: {tmp_path}/out/svg\n" in out
+    (tmp_path / "out/svg/loss.svg").unlink()
+    os.mkfifo(tmp_path / "out/svg/loss.svg")
+    code, _, err = command("report", "a", "--svg", "out/svg")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: out/svg: cannot be written: it is a pipe")
 
 
 def test_without_matplotlib_png_is_one_line(

@@ -1,5 +1,8 @@
 """The page: what it says, in which order, and that nothing in a run's files can become markup."""
 
+import base64
+import hashlib
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -96,6 +99,22 @@ def test_no_text_of_a_run_becomes_markup(make_run: MakeRun) -> None:
         assert "\x1b" not in found.text
         assert "\u202e" not in found.text
         assert "\\x1b[2J\\u202e\\ud800" in found.text
+
+
+def test_the_page_fetches_nothing_and_its_policy_allows_its_own_script_and_style_alone(
+    make_run: MakeRun,
+) -> None:
+    text = page([read_run(make_run("a", [row(1)]))])
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    digests = []
+    for name in ("style", "script"):
+        (own,) = re.findall(f"<{name}>(.*?)</{name}>", text, re.DOTALL)
+        digests.append(base64.b64encode(hashlib.sha256(own.encode()).digest()).decode())
+    assert html.unescape(policy) == (
+        f"default-src 'none'; style-src 'sha256-{digests[0]}'; script-src 'sha256-{digests[1]}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    assert not re.search(r"url\(|@import|<link|<img|<iframe|https?://(?!www.w3.org/2000/svg)", text)
 
 
 def test_a_standalone_chart_is_xml_without_markup_of_a_stranger(make_run: MakeRun) -> None:
@@ -219,6 +238,8 @@ def test_a_run_that_its_evaluations_ended_is_finished_whatever_was_exported(
     folder = make_run("a", rows, export__json={"step": 20})  # checkpoint.keep_best
     (folder / "config.yaml").write_text("num_steps: 100\nearly_stop_after: 2\n")
     assert read_run(folder).status.word == word
+    (folder / "export.json").write_text('{"step": 40}')  # of the last step: it had ended
+    assert read_run(folder).status.word == "finished"
 
 
 def test_a_run_whose_lock_is_held_goes_on_but_not_for_itself(make_run: MakeRun) -> None:
@@ -258,6 +279,9 @@ def test_a_link_among_the_files_of_a_run_is_not_followed(make_run: MakeRun, tmp_
     found = parsed(folder)
     assert "hush" not in found.text
     assert "config.yaml: is a link" in found.text
+    (folder / "report.html").symlink_to(tmp_path / "secret")
+    report.write(folder)
+    assert (tmp_path / "secret").read_text() == "api_token: hush\n"
 
 
 @pytest.mark.parametrize(
