@@ -566,6 +566,24 @@ FAULTS = [
     ),
     Fault("cli/main.py", "{' '.join(message.split())}", "{message}", "cli/test_wrong_inputs.py"),
     Fault(
+        "config/recipes.py",
+        "if self.checkpoint.keep_best and self.checkpoint.every_steps % self.eval_every_steps:",
+        "if False:",
+        "cli/test_wrong_inputs.py",
+    ),
+    Fault(
+        "cli/verify.py",
+        "models.build_on_meta(hf.read_config(index, click.echo))",
+        "models.build_on_meta(models.read_config(folder))",
+        "cli/test_new_checkpoint.py",
+    ),
+    Fault(
+        "cli/download.py",
+        "(each.lfs.sha256 if each.lfs else each.blob_id)",
+        "each.blob_id",
+        "cli/test_download.py",
+    ),
+    Fault(
         "launch/outcome.py",
         "return self.lost_peer, left_after_saving,",
         "return False, left_after_saving,",
@@ -578,6 +596,19 @@ FAULTS = [
         "else:",
         "test_preemption.py cli/test_run.py",
         "the second of two signals that Slurm sends at once ended the save",
+    ),
+    # --- tools
+    Fault(
+        "tools/diff/sides.py",
+        "np.isnan(a_N) != np.isnan(b_N)",
+        "np.isnan(a_N) | np.isnan(b_N)",
+        "tools/diff/test_diff.py",
+    ),
+    Fault(
+        "tools/report/page.py",
+        "default-src 'none'",
+        "default-src *",
+        "tools/report/test_page.py",
     ),
 ]
 
