@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lptune.distributed import first_column, local_rows, on_this_rank
 from lptune.kernels import quantize_weight_rows, round_to_bfloat16, type_of
@@ -137,7 +138,10 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         if isinstance(weight, Int8Weight) or weight.dtype != torch.float32:
             buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=weight.device)
         beta1, beta2 = group["betas"]
-        for start in range(0, num_rows, chunk):
+        starts = range(0, num_rows, chunk)
+        if isinstance(g_all_NK, FakeTensor):  # no values: further parts allocate and free as the second does
+            starts = starts[:2]
+        for start in starts:
             rows = slice(start, min(start + chunk, num_rows))
             rows_of = [tuple(tensor[rows] for tensor in tensors) for tensors in parts]
             moments = [storage.read(of, 0) for storage, of in zip(stored, rows_of, strict=True)]

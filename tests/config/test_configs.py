@@ -182,7 +182,8 @@ def test_the_configs_for_pretraining_are_planned_for_their_preset_and_fit_their_
     holds_for_each((name for name in CONFIGS if RECIPES[name] == "continued_pretrain"), check)
 
 
-@pytest.mark.parametrize("kind", ["none", "int8_rotated"])
+# Seconds each: the kind that the configs name stands for `none`.
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "int8_rotated"])
 @pytest.mark.parametrize("name", sorted(OF_MEMORY))
 def test_the_configs_for_one_gpu_are_planned_to_leave_a_tenth_of_it_free(name: str, kind: str) -> None:
     memory_gb = int(re.search(r"_(\d+)gb$", name)[1])  # type: ignore[index]

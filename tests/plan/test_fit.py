@@ -311,24 +311,25 @@ def test_a_change_that_leaves_too_much_on_a_rank_is_not_tried_alone(monkeypatch:
     ]
 
 
-def test_one_rank_that_accumulates_offloads_after_every_micro_batch() -> None:
+def test_one_rank_that_accumulates_offloads_after_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = dataclasses.replace(CONFIG, global_batch_size=8)
     device = dataclasses.replace(named_device("h100"), memory_bytes=1000)
-    lines = list(remedies(cfg, TINY, 1, device, dry_run(cfg, TINY, 1, device)))
-    (line,) = (line for line in lines if line.startswith("  parallel.cpu_offload=true"))
-    assert line.startswith("  parallel.cpu_offload=true parallel.reduce_every_micro_batch=true: ")
-    parallel = {
-        every: ParallelConfig(cpu_offload=True, reduce_every_micro_batch=every) for every in (True, False)
-    }
     at_end, at_once = (
-        dry_run(dataclasses.replace(cfg, parallel=parallel[every]), TINY, 1, device)
+        dry_run(
+            dataclasses.replace(
+                cfg, parallel=ParallelConfig(cpu_offload=True, reduce_every_micro_batch=every)
+            ),
+            TINY,
+            1,
+            device,
+        )
         for every in (False, True)
     )
     assert at_once.peak_bytes < at_end.peak_bytes
-    assert (
-        f"a peak of {at_once.peak_bytes / 1e3:,.1f} kB" in line
-        or f"{at_once.peak_bytes / 1e6:,.1f} MB" in line
-    )
+    monkeypatch.setattr(fit, "dry_run", lambda *_, **__: at_end)  # the keys do not depend on the plans
+    lines = remedies(cfg, TINY, 1, device, at_end)
+    (line,) = (line for line in lines if line.startswith("  parallel.cpu_offload=true"))
+    assert line.startswith("  parallel.cpu_offload=true parallel.reduce_every_micro_batch=true: ")
 
 
 def test_the_verdict_leaves_room_for_what_a_plan_does_not_count() -> None:
