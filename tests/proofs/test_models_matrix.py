@@ -30,6 +30,7 @@ def _on_a_rank_that_computes_something_else(rank: int, num_ranks: int, base: str
         models_matrix.on_rank(rank, num_ranks, base, folder)
 
 
+@pytest.mark.slow  # `make test-models` runs all rows; the suite packs and trains each type (models/hf)
 def test_a_row_holds_and_a_rank_that_differs_is_found(base: Path, ranks: Ranks, tmp_path: Path) -> None:
     """Latent attention, routers with constants, experts that are stored one by one."""
     outcome = models_matrix.run("deepseek_v3", base, tmp_path / "row", ranks)

@@ -135,6 +135,7 @@ def test_the_loss_depends_neither_on_ranks_nor_on_the_micro_batch_size(
             assert a[key] == pytest.approx(b[key], rel=later, abs=1e-4 if kind == "none" else 1e-2), key
 
 
+@pytest.mark.slow  # full_dpo has the same loop and the same reference, and its test is in the suite
 def test_killed_at_any_time_the_run_continues_bitwise(
     kto: Run, kto_config: Path, whole: Path, tmp_path: Path
 ) -> None:
