@@ -51,7 +51,11 @@ def test_its_int8_command_is_planned_and_fits_an_h100(name: str) -> None:
     assert fits(found.peak_bytes, named_device("h100"))
 
 
-@pytest.mark.parametrize("family", HF_PRESETS)
+@pytest.mark.parametrize(
+    "family",
+    # Recurrent layers in plain PyTorch take most of a minute. test_types.py trains a step of the same type.
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "qwen3_5" else []) for name in HF_PRESETS],
+)
 def test_a_new_checkpoint_is_read_by_transformers_and_trains(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -67,6 +71,7 @@ def test_a_new_checkpoint_is_read_by_transformers_and_trains(family: str, tmp_pa
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow  # test_parity.py compares the names of parameters
 def test_a_run_that_transformers_code_began_goes_on_with_our_decoder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
