@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lptune.models.decoder import Decoder
 
 NORM_PLACEMENTS = ("pre", "post", "both")
-QK_NORMS = ("none", "head", "full")
+QK_NORMS = ("none", "head", "full", "rotated")
 ACTIVATIONS: dict[str, tuple[str, dict[str, str]]] = {
     "silu": ("silu", {}),
     "swish": ("silu", {}),
@@ -38,6 +38,8 @@ class RopeConfig:
     """Base of the geometric series of frequencies."""
     rotary_dim: int
     """Number of dimensions of each head that are rotated, from the first on; the others stay unchanged."""
+    interleaved: bool = False
+    """Whether dimensions 2i and 2i + 1 are rotated together, and not i and i + rotary_dim / 2."""
     factor: float = 1.0
     """Factor by which the context was stretched (linear, llama3, yarn)."""
     original_max_position_embeddings: int = 0
@@ -58,6 +60,8 @@ class RopeConfig:
     """longrope: one factor per frequency, for documents up to the original length."""
     long_factor: tuple[float, ...] = ()
     """longrope: one factor per frequency, for longer documents."""
+    query_growth: float = 0.0
+    """b in 1 + b * log(1 + floor(position / original length)), by which rotated queries are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,9 @@ class DecoderConfig(Facts):
     norm_adds_one: bool = False
     """Whether norms multiply by 1 + weight."""
     qk_norm: str = "none"
-    """none; head: norm of q and k in each head; full: norm of q and k over all heads together."""
+    """none; head: norm of q and k in each head; full: over all heads together; rotated: in each head, after
+    the rotation.
+    """
     qkv_bias: bool = False
     """Whether the q, k and v projections have a bias."""
     output_bias: bool = False
@@ -108,6 +114,10 @@ class DecoderConfig(Facts):
     """Whether the checkpoint stores qkv_proj and gate_up_proj instead of five separate weights."""
     initializer_range: float = 0.02
     """Standard deviation of new random weights."""
+    prefixes: tuple[str, str] = ("model.", "lm_head.")
+    """What the names of the checkpoint's tensors begin with: of the body, and of the head. Others than these
+    two are of the text part of a model whose further tensors pass on.
+    """
     layer_kinds: tuple[LayerConfig, ...] = field(init=False, repr=False, compare=False)
     """The distinct entries of `layers`, in order of appearance."""
 
@@ -140,7 +150,7 @@ class DecoderConfig(Facts):
         num_q = self.num_heads * self.head_dim
         attention = 2 * width * (num_q + num_kv)
         attention += self.qkv_bias * (num_q + 2 * num_kv) + self.output_bias * width
-        attention += {"none": 0, "head": 2 * self.head_dim, "full": num_q + num_kv}[self.qk_norm]
+        attention += {"none": 0, "full": num_q + num_kv}.get(self.qk_norm, 2 * self.head_dim)
         mlp = 3 * width * self.intermediate_size + self.mlp_bias * (2 * self.intermediate_size + width)
         norms = (4 if self.norm_placement == "both" else 2) * width
         words = (1 if self.tied else 2) * self.vocab_size * width

@@ -14,14 +14,14 @@ vocabulary.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lptune.models.attention import attend, choose_backend, make_visibilities
-from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, TensorPlan, drawn
+from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, Part, TensorPlan, drawn
 from lptune.models.cache import KVCache
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
 from lptune.models.documents import DocumentBounds, Visibility
@@ -38,6 +38,13 @@ NORM_NAMES: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     ),
 }
 """By norm placement: names of the norms before attention, after attention, before the MLP, after the MLP."""
+QK_NORM_NAMES: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "head": ("q_norm", "k_norm"),
+    "full": ("q_norm", "k_norm"),
+    "rotated": ("query_layernorm", "key_layernorm"),
+}
+"""By kind of norm of q and k: the names of the two."""
 
 
 class RMSNorm(nn.Module):
@@ -68,6 +75,7 @@ class Attention(nn.Module):
         self.softcap = config.attention_softcap
         self.window = layer.window
         self.qk_norm = config.qk_norm
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.fused = config.fused_projections
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.sizes = (q_size, kv_size, kv_size)
@@ -78,10 +86,9 @@ class Attention(nn.Module):
             self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
             self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.output_bias)
-        if self.qk_norm != "none":
-            full = self.qk_norm == "full"
-            self.q_norm = RMSNorm(q_size if full else config.head_dim, config.norm_eps, config.norm_adds_one)
-            self.k_norm = RMSNorm(kv_size if full else config.head_dim, config.norm_eps, config.norm_adds_one)
+        for name, size in zip(QK_NORM_NAMES[self.qk_norm], (q_size, kv_size), strict=False):
+            size = size if self.qk_norm == "full" else config.head_dim
+            self.add_module(name, RMSNorm(size, config.norm_eps, config.norm_adds_one))
 
     def forward(self, hidden_BSH: Tensor, rope: Rope | None, visible: Visibility) -> Tensor:
         if self.fused:
@@ -92,18 +99,26 @@ class Attention(nn.Module):
         else:
             q, k, v = self.q_proj(hidden_BSH), self.k_proj(hidden_BSH), self.v_proj(hidden_BSH)
         if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._normed(q, k)
         # -1, not the number of heads, because a rank may have only some of the heads
         q_BSND, k_BSMD, v_BSMD = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
-            q_BSND, k_BSMD = self.q_norm(q_BSND), self.k_norm(k_BSMD)
+            q_BSND, k_BSMD = self._normed(q_BSND, k_BSMD)
         if rope is not None:
-            q_BSND, k_BSMD = apply_rope(q_BSND, rope), apply_rope(k_BSMD, rope)
+            q_BSND, k_BSMD = (apply_rope(x, rope, interleaved=self.interleaved) for x in (q_BSND, k_BSMD))
+            if rope.query_scale_BS11 is not None:
+                q_BSND = q_BSND * rope.query_scale_BS11.to(q_BSND.dtype)
+        if self.qk_norm == "rotated":
+            q_BSND, k_BSMD = self._normed(q_BSND, k_BSMD)
         out_BSND = attend(
             q_BSND, k_BSMD, v_BSMD, visible, scale=self.scale, window=self.window, softcap=self.softcap
         )
         out_BSH: Tensor = self.o_proj(out_BSND.flatten(-2))
         return out_BSH
+
+    def _normed(self, *q_and_k: Tensor) -> Iterator[Tensor]:
+        names = QK_NORM_NAMES[self.qk_norm]
+        return (getattr(self, name)(each) for name, each in zip(names, q_and_k, strict=True))
 
 
 class MLP(nn.Module):
@@ -273,6 +288,17 @@ class Decoder(Backbone):
         super().keep_blocks(numbers)
         self.config = self.model.config = self.config.with_layers(numbers)
 
+    def stored_as(self, name: str, shape: tuple[int, ...]) -> Sequence[Part]:
+        """One tensor of the same name, with the prefix of the checkpoint."""
+        own, stored = ("model.", "lm_head."), self.config.prefixes
+        number = int(name.startswith(own[1]))
+        return super().stored_as(stored[number] + name.removeprefix(own[number]), shape)
+
+    def passes_on(self, stored: str) -> bool:
+        """Whether the tensor is of another part of the model."""
+        prefixes = self.config.prefixes
+        return prefixes[0] != "model." and not stored.startswith(prefixes)
+
     def tensor_plan(self) -> TensorPlan:
         """Megatron's scheme: q, k, v, gate and up cut by output features, o and down by input features."""
         config, block, cuts = self.config, "model.layers.*", dict[str, Cut]()
@@ -290,10 +316,9 @@ class Decoder(Backbone):
         # One gather serves q, k and v, and one serves gate and up. It comes after these layers.
         for name in ("self_attn", "mlp"):
             cuts[f"{block}.{name}"] = Cut("input")
-        if config.qk_norm != "none":
-            # `full` normalizes all heads together, `head` each head by itself.
-            style = "norm over features" if config.qk_norm == "full" else "norm in heads"
-            cuts |= {f"{block}.self_attn.{name}": Cut(style) for name in ("q_norm", "k_norm")}
+        # `full` normalizes all heads together, `head` and `rotated` each head by itself.
+        style = "norm over features" if config.qk_norm == "full" else "norm in heads"
+        cuts |= {f"{block}.self_attn.{name}": Cut(style) for name in QK_NORM_NAMES[config.qk_norm]}
         cuts[f"{block}.*layernorm"] = cuts["model.norm"] = Cut("norm")
         cuts |= {"model.embed_tokens": Cut("embedding"), "model": Cut("output"), "lm_head": Cut("head")}
         divided = {

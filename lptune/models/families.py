@@ -14,7 +14,7 @@ from typing import Any
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
-from lptune.models.rope_config import read_rope, read_rope_per_layer_type
+from lptune.models.rope_config import ROPE_KINDS, read_rope, read_rope_per_layer_type
 
 MAX_LAYERS = 4096
 """Limit of blocks: building more would take minutes before the weights show that config.json is wrong."""
@@ -64,6 +64,20 @@ def _layer_types(keys: Keys, default: list[str]) -> list[str]:
     return types
 
 
+def _alternating(
+    keys: Keys, config: DecoderConfig, *, every: int, full: LayerConfig, sliding: LayerConfig
+) -> DecoderConfig:
+    """`config` with `full` in each `every`-th layer and `sliding` in the others, or as `layer_types` says."""
+    kinds = {"full_attention": full, "sliding_attention": sliding}
+    numbers = range(1, config.num_layers + 1)
+    pattern = ["sliding_attention" if number % every else "full_attention" for number in numbers]
+    return replace(config, layers=tuple(kinds[kind] for kind in _layer_types(keys, pattern)))
+
+
+def _alike(config: DecoderConfig, layer: LayerConfig) -> DecoderConfig:
+    return replace(config, layers=(layer,) * config.num_layers)
+
+
 def _refuse_layer_types(keys: Keys) -> None:
     # transformers applies other lists only in part, differently in each family and attention backend.
     all_full = ["full_attention"] * keys.integer("num_hidden_layers")
@@ -103,37 +117,94 @@ def _llama_like(keys: Keys, *, activation_key: str = "hidden_act") -> DecoderCon
         tied=keys.flag("tie_word_embeddings"),
         attention_scale=head_dim**-0.5,
         initializer_range=keys.number("initializer_range"),
+        qkv_bias=_bias(keys, "attention_bias", "use_bias"),
+        output_bias=_bias(keys, "attention_out_bias", "attention_bias", "use_bias"),
+        mlp_bias=_bias(keys, "mlp_bias", "use_bias"),
         notes=_notes(keys),
     )
 
 
+def _bias(keys: Keys, *names: str) -> bool:
+    """The first of `names` that is a key of the family decides."""
+    declared = DEFAULTS[keys.text("model_type")]
+    return next((keys.flag(name) for name in names if name in declared), False)
+
+
 def _notes(keys: Keys) -> tuple[str, ...]:
-    # Published Granite 3 checkpoints have 0.1. Dropout changes no logits, and fine-tuning works without it.
-    dropout = keys.get("attention_dropout")
-    return (f"attention_dropout {dropout} is not applied: lptune trains without dropout",) if dropout else ()
-
-
-def _llama(keys: Keys) -> DecoderConfig:
-    config = _llama_like(keys)
-    _refuse_layer_types(keys)
-    keys.optional_integer("sliding_window")  # without effect here, but a length for transformers' cache
-    layer = LayerConfig(rope=read_rope(keys, head_dim=config.head_dim))
-    bias = keys.flag("attention_bias")
-    return replace(
-        config,
-        layers=(layer,) * config.num_layers,
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=keys.flag("mlp_bias"),
+    # Published checkpoints have them: Granite 3, Seed-OSS. Fine-tuning works without dropout.
+    names = ("attention_dropout", "residual_dropout")
+    return tuple(
+        f"{name} {keys.get(name)} is not applied: lptune trains without dropout"
+        for name in names
+        if keys.get(name)
     )
 
 
-def _mistral(keys: Keys) -> DecoderConfig:
+def _llama(keys: Keys, **rope: Any) -> DecoderConfig:
+    """rope: arguments of `read_rope`."""
     config = _llama_like(keys)
     _refuse_layer_types(keys)
-    window = keys.optional_integer("sliding_window")
-    layer = LayerConfig(window=window, rope=read_rope(keys, head_dim=config.head_dim))
-    return replace(config, layers=(layer,) * config.num_layers)
+    keys.optional_integer("sliding_window")  # without effect here, but a length for transformers' cache
+    return _alike(config, LayerConfig(rope=read_rope(keys, head_dim=config.head_dim, **rope)))
+
+
+def _mistral(keys: Keys) -> DecoderConfig:
+    config = _llama(keys)
+    return _alike(config, replace(config.layers[0], window=keys.optional_integer("sliding_window")))
+
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "attention_factor": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _ministral3(keys: Keys) -> DecoderConfig:
+    if keys.get("rope_parameters") is None:
+        given = {**keys.given, "rope_parameters": _MINISTRAL3_ROPE}
+        keys = Keys(given, DEFAULTS["ministral3"], keys.where)
+    config = _mistral(keys)
+    name = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
+    settings = Keys(keys.get(name) or {}, {}, f"{keys.where}: {name}")
+    rope = config.layers[0].rope
+    assert rope is not None
+    rope = replace(
+        rope,
+        query_growth=settings.number("llama_4_scaling_beta"),
+        original_max_position_embeddings=rope.original_max_position_embeddings
+        or settings.integer("original_max_position_embeddings"),
+    )
+    return _alike(config, replace(config.layers[0], rope=rope))
+
+
+def _hunyuan(keys: Keys) -> DecoderConfig:
+    if keys.get("head_dim") is None:
+        raise keys.error("head_dim", "missing; hunyuan_v1_dense needs it")
+    kinds = {kind: kind for kind in ROPE_KINDS} | {"dynamic": "alpha"}
+    return replace(_llama(keys, kinds=kinds), qk_norm="rotated")
+
+
+def _ernie(keys: Keys) -> DecoderConfig:
+    return _llama(keys, default_theta=500_000.0, interleaved=True)
+
+
+def _exaone4(keys: Keys) -> DecoderConfig:
+    config, types = _llama_like(keys), keys.get("layer_types")
+    needs_window = types is None or (isinstance(types, list) and "sliding_attention" in types)
+    window = _window(keys) if needs_window else keys.optional_integer("sliding_window")
+    rope = read_rope(keys, head_dim=config.head_dim)
+    config = _alternating(
+        keys,
+        config,
+        every=keys.integer("sliding_window_pattern") if types is None else 1,
+        full=LayerConfig(rope=rope if window is None else None),
+        sliding=LayerConfig(window=window, rope=rope),
+    )
+    return replace(config, norm_placement="post", qk_norm="head")
 
 
 def _qwen2(keys: Keys) -> DecoderConfig:
@@ -152,18 +223,26 @@ def _qwen2(keys: Keys) -> DecoderConfig:
 
 
 def _qwen3(keys: Keys) -> DecoderConfig:
-    bias = keys.flag("attention_bias")
-    return replace(_qwen2(keys), qkv_bias=bias, output_bias=bias, qk_norm="head")
+    config = _qwen2(keys)
+    return replace(config, qkv_bias=config.output_bias, qk_norm="head")
 
 
 def _gemma(keys: Keys) -> DecoderConfig:
-    """The settings that Gemma 2 and Gemma 3 share, without `layers`."""
-    config = _llama_like(keys, activation_key="hidden_activation")
-    bias = keys.flag("attention_bias")
+    config = _llama(keys)
     return replace(
         config,
-        qkv_bias=bias,
-        output_bias=bias,
+        # As in transformers: the first checkpoints have the wrong name.
+        activation="gelu_pytorch_tanh" if config.activation == "gelu" else config.activation,
+        embedding_scale=config.hidden_size**0.5,
+        norm_adds_one=True,
+    )
+
+
+def _gemma_2_or_3(keys: Keys) -> DecoderConfig:
+    """The settings that Gemma 2 and Gemma 3 share, without `layers`."""
+    config = _llama_like(keys, activation_key="hidden_activation")
+    return replace(
+        config,
         attention_scale=keys.integer("query_pre_attn_scalar") ** -0.5,
         logit_softcap=keys.optional_number("final_logit_softcapping"),
         embedding_scale=config.hidden_size**0.5,
@@ -173,34 +252,34 @@ def _gemma(keys: Keys) -> DecoderConfig:
 
 
 def _gemma2(keys: Keys) -> DecoderConfig:
-    config = _gemma(keys)
-    rope = read_rope(keys, head_dim=config.head_dim)
-    pattern = ["full_attention" if i % 2 else "sliding_attention" for i in range(config.num_layers)]
-    kinds = {
-        "full_attention": LayerConfig(rope=rope),
-        "sliding_attention": LayerConfig(window=_window(keys), rope=rope),
-    }
-    layers = tuple(kinds[kind] for kind in _layer_types(keys, pattern))
-    return replace(config, layers=layers, attention_softcap=keys.optional_number("attn_logit_softcapping"))
+    config = _gemma_2_or_3(keys)
+    full = LayerConfig(rope=read_rope(keys, head_dim=config.head_dim))
+    config = _alternating(keys, config, every=2, full=full, sliding=replace(full, window=_window(keys)))
+    return replace(config, attention_softcap=keys.optional_number("attn_logit_softcapping"))
 
 
 def _gemma3(keys: Keys) -> DecoderConfig:
-    config = _gemma(keys)
+    config = _gemma_2_or_3(keys)
     keys.refuse(
         "attn_logit_softcapping",
         "not part of the gemma3_text family (transformers ignores it); set it to null",
     )
-    ropes = read_rope_per_layer_type(
-        keys, head_dim=config.head_dim, global_theta=1_000_000.0, local_theta=10_000.0
-    )
+    local_theta = keys.given.get("rope_local_base_freq", 10_000.0)
     every = keys.integer("sliding_window_pattern") if "sliding_window_pattern" in keys.given else 6
-    pattern = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(config.num_layers)]
-    kinds = {
-        "full_attention": LayerConfig(rope=ropes["full_attention"]),
-        "sliding_attention": LayerConfig(window=_window(keys), rope=ropes["sliding_attention"]),
-    }
-    layers = tuple(kinds[kind] for kind in _layer_types(keys, pattern))
-    return replace(config, layers=layers, qk_norm="head")
+    config = _with_rope_per_kind(keys, config, every, global_theta=1_000_000.0, local_theta=local_theta)
+    return replace(config, qk_norm="head")
+
+
+def _with_rope_per_kind(
+    keys: Keys, config: DecoderConfig, every: int, *, global_theta: float, local_theta: Any
+) -> DecoderConfig:
+    """`_alternating` layers, each kind with a rope of its own. Thetas: for settings without rope_theta."""
+    ropes = read_rope_per_layer_type(
+        keys, head_dim=config.head_dim, global_theta=global_theta, local_theta=local_theta
+    )
+    full = LayerConfig(rope=ropes["full_attention"])
+    sliding = LayerConfig(window=_window(keys), rope=ropes["sliding_attention"])
+    return _alternating(keys, config, every=every, full=full, sliding=sliding)
 
 
 def _phi3(keys: Keys) -> DecoderConfig:
@@ -216,23 +295,18 @@ def _phi3(keys: Keys) -> DecoderConfig:
     if rope.kind == "longrope" and config.head_dim != config.hidden_size // config.num_heads:
         raise keys.error("head_dim", "of longrope it must be hidden_size / num_attention_heads in phi3")
     layer = LayerConfig(window=keys.optional_integer("sliding_window"), rope=rope)
-    return replace(config, layers=(layer,) * config.num_layers, fused_projections=True)
+    return replace(_alike(config, layer), fused_projections=True)
 
 
 def _olmo2(keys: Keys) -> DecoderConfig:
-    config = _llama_like(keys)
-    _refuse_layer_types(keys)
-    keys.optional_integer("sliding_window")  # without effect here, but a length for transformers' cache
-    layer = LayerConfig(rope=read_rope(keys, head_dim=config.head_dim))
-    bias = keys.flag("attention_bias")
-    return replace(
-        config,
-        layers=(layer,) * config.num_layers,
-        qkv_bias=bias,
-        output_bias=bias,
-        norm_placement="post",
-        qk_norm="full",
-    )
+    return replace(_llama(keys), norm_placement="post", qk_norm="full")
+
+
+def _olmo3(keys: Keys) -> DecoderConfig:
+    # An outer rope_theta is that of layers with full attention alone, as in transformers.
+    theta = 500_000.0
+    config = _with_rope_per_kind(keys, _llama_like(keys), 4, global_theta=theta, local_theta=theta)
+    return replace(config, norm_placement="post", qk_norm="full")
 
 
 def _smollm3(keys: Keys) -> DecoderConfig:
@@ -256,20 +330,14 @@ def _smollm3(keys: Keys) -> DecoderConfig:
     if "sliding_attention" in types and not sliding:
         # Some attention backends of transformers apply the window then, others do not.
         raise keys.error("layer_types", "sliding_attention contradicts use_sliding_window: false")
-    bias = keys.flag("attention_bias")
-    return replace(
-        config,
-        layers=tuple(
-            LayerConfig(
-                window=_window(keys) if kind == "sliding_attention" else None,
-                rope=rope if rope_on else None,
-            )
-            for kind, rope_on in zip(types, uses_rope, strict=False)
-        ),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=keys.flag("mlp_bias"),
+    layers = tuple(
+        LayerConfig(
+            window=_window(keys) if kind == "sliding_attention" else None,
+            rope=rope if rope_on else None,
+        )
+        for kind, rope_on in zip(types, uses_rope, strict=False)
     )
+    return replace(config, layers=layers)
 
 
 def _granite(keys: Keys) -> DecoderConfig:
@@ -285,14 +353,21 @@ def _granite(keys: Keys) -> DecoderConfig:
 FAMILIES: dict[str, Callable[[Keys], DecoderConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
+    "ministral3": _ministral3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "phi3": _phi3,
     "olmo2": _olmo2,
+    "olmo3": _olmo3,
     "smollm3": _smollm3,
     "granite": _granite,
+    "seed_oss": _llama,
+    "hunyuan_v1_dense": _hunyuan,
+    "ernie4_5": _ernie,
+    "exaone4": _exaone4,
 }
 """By `model_type`: the function that reads its config.json."""
 

@@ -5,19 +5,47 @@ A member is a function that reads config.json as facts, whose `build` makes its 
 when it is called.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lptune.base.errors import UserError
 from lptune.models.facts import Facts
 from lptune.models.families import FAMILIES, config_from_keys
+from lptune.models.headers import read_index
 from lptune.models.keys import Keys
 from lptune.models.presets import find_preset
 
 
 def _decoder(keys: Keys, folder: Path) -> Facts | None:
+    if isinstance(text := keys.get("text_config"), dict):
+        return _text_part(keys, text, folder)
     family = keys.get("model_type")
     return config_from_keys(keys) if isinstance(family, str) and family in FAMILIES else None
+
+
+_WORDS = re.compile(r"((?:model\.)?language_model\.(?:model\.)?)embed_tokens\.weight")
+
+
+def _text_part(keys: Keys, text: dict[str, Any], folder: Path) -> Facts | None:
+    """The text part of a folder whose model also sees or hears; None: transformers decides."""
+    if text.get("model_type") not in FAMILIES or keys.get("quantization_config") is not None:
+        return None
+    stored = read_index(folder).tensors if any(folder.glob("*.safetensors")) else {}
+    prefix = next((found[1] for name in stored if (found := _WORDS.fullmatch(name))), None)
+    if prefix is None:
+        return None
+    head = next((name for name in stored if name.endswith("lm_head.weight")), None)
+    # The whole model ties its head, whatever the part says.
+    tied = head is None or bool(keys.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    try:
+        config = config_from_keys(Keys({**text, "tie_word_embeddings": tied}, {}, keys.where))
+    except UserError:  # a setting that is not ours
+        return None
+    words = (f"{prefix}embed_tokens.weight", head or "lm_head.weight")
+    return replace(config, prefixes=(prefix, words[1].removesuffix("weight")), word_names=words)
 
 
 def _transformers(keys: Keys, folder: Path) -> Facts | None:

@@ -13,33 +13,18 @@ have. This file imports no torch.
 
 from typing import Any, NamedTuple
 
+from lptune.models.defaults import BIASES, Dims
+
 Preset = dict[str, Any]
 
 
-class _Dims(NamedTuple):
-    vocab: int
-    hidden: int
-    mlp: int
-    layers: int
-    heads: int
-    kv_heads: int
-
-
 def _preset(
-    family: str, architecture: str, dims: _Dims, *, max_len: int, eps: float, tied: bool, **more: Any
+    family: str, architecture: str, dims: Dims, *, max_len: int, eps: float, tied: bool, **more: Any
 ) -> Preset:
     return {
         "architectures": [f"{architecture}ForCausalLM"],
         "model_type": family,
-        "vocab_size": dims.vocab,
-        "hidden_size": dims.hidden,
-        "intermediate_size": dims.mlp,
-        "num_hidden_layers": dims.layers,
-        "num_attention_heads": dims.heads,
-        "num_key_value_heads": dims.kv_heads,
-        "max_position_embeddings": max_len,
-        "rms_norm_eps": eps,
-        "tie_word_embeddings": tied,
+        **dims.keys(max_len=max_len, eps=eps, tied=tied),
         "initializer_range": 0.02,
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -50,14 +35,17 @@ def _preset(
     }
 
 
-def _tiny_dims(layers: int = 2, heads: int = 4, kv_heads: int = 2) -> _Dims:
-    return _Dims(vocab=256, hidden=64, mlp=128, layers=layers, heads=heads, kv_heads=kv_heads)
+def _tiny_dims(layers: int = 2, heads: int = 4, kv_heads: int = 2) -> Dims:
+    return Dims(vocab=256, hidden=64, mlp=128, layers=layers, heads=heads, kv_heads=kv_heads)
 
 
-_BIASES: Preset = {"attention_bias": False, "mlp_bias": False}
+def _tiny(family: str, architecture: str, layers: int = 2, **more: Any) -> dict[str, Preset]:
+    """The sizes of a family that has no config."""
+    more = {"max_len": 512, "eps": 1e-5, "tied": True, **more}
+    return {"tiny": _preset(family, architecture, _tiny_dims(layers), **more)}
 
 
-def _llama(dims: _Dims, *, factor: float, original_len: int = 8192, **more: Any) -> Preset:
+def _llama(dims: Dims, *, factor: float, original_len: int = 8192, **more: Any) -> Preset:
     rope = {
         "rope_type": "llama3",
         "factor": factor,
@@ -65,11 +53,11 @@ def _llama(dims: _Dims, *, factor: float, original_len: int = 8192, **more: Any)
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": original_len,
     }
-    common: Preset = _BIASES | {"max_len": 131072, "eps": 1e-5, "hidden_act": "silu", "rope_theta": 500_000.0}
+    common: Preset = BIASES | {"max_len": 131072, "eps": 1e-5, "hidden_act": "silu", "rope_theta": 500_000.0}
     return _preset("llama", "Llama", dims, **{**common, "rope_scaling": rope, **more})
 
 
-def _qwen2(dims: _Dims, **more: Any) -> Preset:
+def _qwen2(dims: Dims, **more: Any) -> Preset:
     windows: Preset = {
         "use_sliding_window": False,
         "max_window_layers": dims.layers,
@@ -84,7 +72,7 @@ def _qwen2(dims: _Dims, **more: Any) -> Preset:
     return _preset("qwen2", "Qwen2", dims, **{**common, **more})
 
 
-def _qwen3(dims: _Dims, **more: Any) -> Preset:
+def _qwen3(dims: Dims, **more: Any) -> Preset:
     windows: Preset = {"use_sliding_window": False, "max_window_layers": dims.layers, "sliding_window": None}
     common: Preset = windows | {
         "max_len": 40960,
@@ -95,12 +83,12 @@ def _qwen3(dims: _Dims, **more: Any) -> Preset:
     return _preset("qwen3", "Qwen3", dims, **{**common, "attention_bias": False, "head_dim": 128, **more})
 
 
-def _mistral(dims: _Dims, **more: Any) -> Preset:
+def _mistral(dims: Dims, **more: Any) -> Preset:
     common: Preset = {"max_len": 32768, "eps": 1e-5, "tied": False, "hidden_act": "silu"}
     return _preset("mistral", "Mistral", dims, **common, **more)
 
 
-def _gemma2(dims: _Dims, **more: Any) -> Preset:
+def _gemma2(dims: Dims, **more: Any) -> Preset:
     common: Preset = {
         "max_len": 8192,
         "eps": 1e-6,
@@ -118,7 +106,7 @@ def _gemma2(dims: _Dims, **more: Any) -> Preset:
     return _preset("gemma2", "Gemma2", dims, **{**common, **more})
 
 
-def _gemma3(dims: _Dims, **more: Any) -> Preset:
+def _gemma3(dims: Dims, **more: Any) -> Preset:
     common: Preset = {
         "max_len": 32768,
         "eps": 1e-6,
@@ -136,7 +124,7 @@ def _gemma3(dims: _Dims, **more: Any) -> Preset:
     return _preset("gemma3_text", "Gemma3", dims, **{**common, **more})
 
 
-def _phi(dims: _Dims, **more: Any) -> Preset:
+def _phi(dims: Dims, **more: Any) -> Preset:
     common: Preset = {"eps": 1e-5, "hidden_act": "silu", "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     return _preset("phi3", "Phi3", dims, **common, **more)
 
@@ -145,7 +133,7 @@ def _longrope(short_factor: list[float], long_factor: list[float]) -> Preset:
     return {"type": "longrope", "short_factor": short_factor, "long_factor": long_factor}
 
 
-def _olmo2(dims: _Dims, **more: Any) -> Preset:
+def _olmo2(dims: Dims, **more: Any) -> Preset:
     common: Preset = {
         "max_len": 4096,
         "eps": 1e-6,
@@ -156,8 +144,8 @@ def _olmo2(dims: _Dims, **more: Any) -> Preset:
     return _preset("olmo2", "Olmo2", dims, **common, rope_theta=500_000.0, rope_scaling=None, **more)
 
 
-def _smollm3(dims: _Dims) -> Preset:
-    common: Preset = _BIASES | {
+def _smollm3(dims: Dims) -> Preset:
+    common: Preset = BIASES | {
         "max_len": 65536,
         "eps": 1e-6,
         "tied": True,
@@ -168,8 +156,8 @@ def _smollm3(dims: _Dims) -> Preset:
     return _preset("smollm3", "SmolLM3", dims, **common, **layers, rope_theta=5_000_000.0)
 
 
-def _granite(dims: _Dims, **more: Any) -> Preset:
-    common: Preset = _BIASES | {
+def _granite(dims: Dims, **more: Any) -> Preset:
+    common: Preset = BIASES | {
         "max_len": 131072,
         "eps": 1e-5,
         "tied": True,
@@ -178,6 +166,41 @@ def _granite(dims: _Dims, **more: Any) -> Preset:
     }
     scales: Preset = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
     return _preset("granite", "Granite", dims, **common, **scales, rope_theta=5_000_000.0, **more)
+
+
+def _yarn(factor: float, original_max_len: int, **more: Any) -> Preset:
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        **more,
+        "original_max_position_embeddings": original_max_len,
+    }
+
+
+def _olmo3(dims: Dims, **more: Any) -> Preset:
+    # allenai/Olmo-3-1025-7B, allenai/Olmo-3-1125-32B
+    rope = _yarn(8.0, 8192, attention_factor=1.2079441541679836)
+    common: Preset = {
+        "max_len": 65536,
+        "eps": 1e-6,
+        "tied": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * (dims.layers // 4),
+    }
+    return _preset("olmo3", "Olmo3", dims, **{**common, **more}, rope_theta=500_000.0, rope_scaling=rope)
+
+
+def _ministral3(dims: Dims, original_len: int = 16384, **more: Any) -> Preset:
+    # the text part of mistralai/Ministral-3-3B-Base-2512 and -8B-Base-2512
+    more_of_rope = {"rope_theta": 1_000_000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope = _yarn(16.0, original_len, llama_4_scaling_beta=0.1, **more_of_rope)
+    common: Preset = {"max_len": 262144, "eps": 1e-5, "hidden_act": "silu", "head_dim": 128}
+    more = {**common, **more}
+    return _preset("ministral3", "Ministral3", dims, rope_parameters=rope, sliding_window=None, **more)
 
 
 _PHI4_MINI_LONG_FACTOR = [
@@ -196,24 +219,24 @@ PRESETS: dict[str, dict[str, Preset]] = {
         # Large enough to learn the built-in instructions in minutes. 0.08 is about 1 / sqrt(hidden); with the
         # usual 0.02 such a small model learns too slowly at first.
         "quickstart": _llama(
-            _Dims(1024, 128, 384, 2, 8, 4),
+            Dims(1024, 128, 384, 2, 8, 4),
             factor=32.0,
             max_len=512,
             head_dim=16,
             tied=True,
             initializer_range=0.08,
         ),
-        "1b": _llama(_Dims(128256, 2048, 8192, 16, 32, 8), factor=32.0, head_dim=64, tied=True),
-        "3b": _llama(_Dims(128256, 3072, 8192, 28, 24, 8), factor=32.0, head_dim=128, tied=True),
+        "1b": _llama(Dims(128256, 2048, 8192, 16, 32, 8), factor=32.0, head_dim=64, tied=True),
+        "3b": _llama(Dims(128256, 3072, 8192, 28, 24, 8), factor=32.0, head_dim=128, tied=True),
     },
     "llama3_1": {
         "tiny": _llama(_tiny_dims(), factor=8.0, original_len=64, max_len=512, head_dim=32, tied=False),
-        "8b": _llama(_Dims(128256, 4096, 14336, 32, 32, 8), factor=8.0, head_dim=128, tied=False),
-        "70b": _llama(_Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
+        "8b": _llama(Dims(128256, 4096, 14336, 32, 32, 8), factor=8.0, head_dim=128, tied=False),
+        "70b": _llama(Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
     },
     "llama3_3": {
         "tiny": _llama(_tiny_dims(), factor=8.0, original_len=64, max_len=512, head_dim=32, tied=False),
-        "70b": _llama(_Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
+        "70b": _llama(Dims(128256, 8192, 28672, 80, 64, 8), factor=8.0, head_dim=128, tied=False),
     },
     "qwen2_5": {
         "tiny": _qwen2(
@@ -224,32 +247,38 @@ PRESETS: dict[str, dict[str, Preset]] = {
             sliding_window=16,
             max_window_layers=1,
         ),
-        "0.5b": _qwen2(_Dims(151936, 896, 4864, 24, 14, 2), max_len=32768, sliding_window=32768, tied=True),
-        "1.5b": _qwen2(_Dims(151936, 1536, 8960, 28, 12, 2), tied=True),
-        "3b": _qwen2(_Dims(151936, 2048, 11008, 36, 16, 2), max_len=32768, sliding_window=32768, tied=True),
-        "7b": _qwen2(_Dims(152064, 3584, 18944, 28, 28, 4), tied=False),
-        "14b": _qwen2(_Dims(152064, 5120, 13824, 48, 40, 8), eps=1e-5, tied=False),
-        "32b": _qwen2(_Dims(152064, 5120, 27648, 64, 40, 8), eps=1e-5, tied=False),
+        "0.5b": _qwen2(Dims(151936, 896, 4864, 24, 14, 2), max_len=32768, sliding_window=32768, tied=True),
+        "1.5b": _qwen2(Dims(151936, 1536, 8960, 28, 12, 2), tied=True),
+        "3b": _qwen2(Dims(151936, 2048, 11008, 36, 16, 2), max_len=32768, sliding_window=32768, tied=True),
+        "7b": _qwen2(Dims(152064, 3584, 18944, 28, 28, 4), tied=False),
+        "14b": _qwen2(Dims(152064, 5120, 13824, 48, 40, 8), eps=1e-5, tied=False),
+        "32b": _qwen2(Dims(152064, 5120, 27648, 64, 40, 8), eps=1e-5, tied=False),
     },
     "qwen3": {
         "tiny": _qwen3(_tiny_dims(), max_len=512, head_dim=32, tied=True),
-        "0.6b": _qwen3(_Dims(151936, 1024, 3072, 28, 16, 8), tied=True),
-        "1.7b": _qwen3(_Dims(151936, 2048, 6144, 28, 16, 8), tied=True),
-        "4b": _qwen3(_Dims(151936, 2560, 9728, 36, 32, 8), tied=True),
-        "8b": _qwen3(_Dims(151936, 4096, 12288, 36, 32, 8), tied=False),
-        "14b": _qwen3(_Dims(151936, 5120, 17408, 40, 40, 8), tied=False),
-        "32b": _qwen3(_Dims(151936, 5120, 25600, 64, 64, 8), tied=False),
+        "0.6b": _qwen3(Dims(151936, 1024, 3072, 28, 16, 8), tied=True),
+        "1.7b": _qwen3(Dims(151936, 2048, 6144, 28, 16, 8), tied=True),
+        "4b": _qwen3(Dims(151936, 2560, 9728, 36, 32, 8), tied=True),
+        "8b": _qwen3(Dims(151936, 4096, 12288, 36, 32, 8), tied=False),
+        "14b": _qwen3(Dims(151936, 5120, 17408, 40, 40, 8), tied=False),
+        "32b": _qwen3(Dims(151936, 5120, 25600, 64, 64, 8), tied=False),
     },
     "mistral": {
         "tiny": _mistral(_tiny_dims(), head_dim=32, rope_theta=10_000.0, sliding_window=16),
         "7b": _mistral(  # v0.3
-            _Dims(32768, 4096, 14336, 32, 32, 8), head_dim=128, rope_theta=1_000_000.0, sliding_window=None
+            Dims(32768, 4096, 14336, 32, 32, 8), head_dim=128, rope_theta=1_000_000.0, sliding_window=None
         ),
     },
+    "ministral3": {
+        "tiny": _ministral3(_tiny_dims(), original_len=16, max_len=256, tied=True, head_dim=16),
+        "3b": _ministral3(Dims(131072, 3072, 9216, 26, 32, 8), tied=True),
+        "8b": _ministral3(Dims(131072, 4096, 14336, 34, 32, 8), tied=False),
+    },
+    "gemma": _tiny("gemma", "Gemma", hidden_act="gelu", head_dim=32),
     "gemma2": {
         "tiny": _gemma2(_tiny_dims(), max_len=512, head_dim=32, sliding_window=16, query_pre_attn_scalar=24),
-        "2b": _gemma2(_Dims(256000, 2304, 9216, 26, 8, 4)),
-        "9b": _gemma2(_Dims(256000, 3584, 14336, 42, 16, 8)),
+        "2b": _gemma2(Dims(256000, 2304, 9216, 26, 8, 4)),
+        "9b": _gemma2(Dims(256000, 3584, 14336, 42, 16, 8)),
     },
     "gemma3": {
         "tiny": _gemma3(
@@ -260,8 +289,8 @@ PRESETS: dict[str, dict[str, Preset]] = {
             sliding_window_pattern=3,
             query_pre_attn_scalar=24,
         ),
-        "270m": _gemma3(_Dims(262144, 640, 2048, 18, 4, 1)),
-        "1b": _gemma3(_Dims(262144, 1152, 6912, 26, 4, 1)),
+        "270m": _gemma3(Dims(262144, 640, 2048, 18, 4, 1)),
+        "1b": _gemma3(Dims(262144, 1152, 6912, 26, 4, 1)),
     },
     "phi4": {
         "tiny": _phi(
@@ -275,7 +304,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
             sliding_window=None,
         ),
         "mini": _phi(
-            _Dims(200064, 3072, 8192, 32, 24, 8),
+            Dims(200064, 3072, 8192, 32, 24, 8),
             max_len=131072,
             tied=True,
             partial_rotary_factor=0.75,
@@ -285,7 +314,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
             sliding_window=262144,
         ),
         "14b": _phi(
-            _Dims(100352, 5120, 17920, 40, 40, 10),
+            Dims(100352, 5120, 17920, 40, 40, 10),
             max_len=16384,
             tied=False,
             rope_theta=250_000.0,
@@ -296,16 +325,32 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
     "olmo2": {
         "tiny": _olmo2(_tiny_dims()),
-        "7b": _olmo2(_Dims(100352, 4096, 11008, 32, 32, 32)),
+        "7b": _olmo2(Dims(100352, 4096, 11008, 32, 32, 32)),
+    },
+    "olmo3": {
+        "tiny": _olmo3(_tiny_dims(layers=4), sliding_window=16),
+        "7b": _olmo3(Dims(100278, 4096, 11008, 32, 32, 32)),
+        "32b": _olmo3(Dims(100278, 5120, 27648, 64, 40, 8)),
     },
     "smollm3": {
         "tiny": _smollm3(_tiny_dims(layers=4)),
-        "3b": _smollm3(_Dims(128256, 2048, 11008, 36, 16, 4)),
+        "3b": _smollm3(Dims(128256, 2048, 11008, 36, 16, 4)),
     },
     "granite3": {
         "tiny": _granite(_tiny_dims(), attention_multiplier=0.1),
-        "2b": _granite(_Dims(49155, 2048, 8192, 40, 32, 8), attention_multiplier=0.015625),  # 3.1
+        "2b": _granite(Dims(49155, 2048, 8192, 40, 32, 8), attention_multiplier=0.015625),  # 3.1
     },
+    "seed_oss": _tiny(
+        "seed_oss", "SeedOss", tied=False, head_dim=32, rope_theta=10_000_000.0, residual_dropout=0.0
+    ),
+    "hunyuan": _tiny(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1",
+        head_dim=32,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+    ),
+    "ernie4_5": _tiny("ernie4_5", "Ernie4_5", head_dim=32, use_bias=True),
+    "exaone4": _tiny("exaone4", "Exaone4", layers=4, tied=False, sliding_window=16),
 }
 """The content of config.json by family and size. The names are those of the configs folder."""
 
@@ -321,7 +366,7 @@ class HFPreset(NamedTuple):
 # The sizes are those of the published config.json; those of the text part where the model also sees.
 
 
-def _qwen3_moe(dims: _Dims, **more: Any) -> Preset:
+def _qwen3_moe(dims: Dims, **more: Any) -> Preset:
     # Qwen/Qwen3-30B-A3B
     experts: Preset = {
         "num_experts": 128,
@@ -337,18 +382,7 @@ def _qwen3_moe(dims: _Dims, **more: Any) -> Preset:
     return _preset("qwen3_moe", "Qwen3Moe", dims, rope_theta=1_000_000.0, attention_bias=False, **more)
 
 
-def _yarn(factor: float, original_max_len: int, **more: Any) -> Preset:
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        **more,
-        "original_max_position_embeddings": original_max_len,
-    }
-
-
-def _gpt_oss(dims: _Dims, **more: Any) -> Preset:
+def _gpt_oss(dims: Dims, **more: Any) -> Preset:
     # openai/gpt-oss-20b, without its quantization_config
     rope = _yarn(32.0, 4096, truncate=False)
     common: Preset = {
@@ -370,31 +404,7 @@ def _gpt_oss(dims: _Dims, **more: Any) -> Preset:
     return _preset("gpt_oss", "GptOss", dims, **{**common, **more})
 
 
-def _olmo3(dims: _Dims, **more: Any) -> Preset:
-    # allenai/Olmo-3-1025-7B, allenai/Olmo-3-1125-32B
-    rope = _yarn(8.0, 8192, attention_factor=1.2079441541679836)
-    common: Preset = {
-        "max_len": 65536,
-        "eps": 1e-6,
-        "tied": False,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "sliding_window": 4096,
-        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * (dims.layers // 4),
-    }
-    return _preset("olmo3", "Olmo3", dims, **{**common, **more}, rope_theta=500_000.0, rope_scaling=rope)
-
-
-def _ministral3(dims: _Dims, **more: Any) -> Preset:
-    # the text part of mistralai/Ministral-3-3B-Base-2512 and -8B-Base-2512
-    more_of_rope = {"rope_theta": 1_000_000.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    rope = _yarn(16.0, 16384, llama_4_scaling_beta=0.1, **more_of_rope)
-    common: Preset = {"max_len": 262144, "eps": 1e-5, "hidden_act": "silu", "head_dim": 128}
-    more = {**common, **more}
-    return _preset("ministral3", "Ministral3", dims, rope_parameters=rope, sliding_window=None, **more)
-
-
-def _glm4_moe(dims: _Dims, **more: Any) -> Preset:
+def _glm4_moe(dims: Dims, **more: Any) -> Preset:
     # zai-org/GLM-4.5-Air. Its block for further tokens is not trained (it passes on), and not counted.
     experts: Preset = {
         "n_routed_experts": 128,
@@ -423,6 +433,29 @@ def _glm4_moe(dims: _Dims, **more: Any) -> Preset:
     return _preset("glm4_moe", "Glm4Moe", dims, **{**common, **experts, **more})
 
 
+def _qwen3_5(dims: Dims, *, value_heads: int, **more: Any) -> Preset:
+    # the text part of Qwen/Qwen3.5-0.8B-Base
+    rope = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+    common: Preset = {"max_len": 262144, "eps": 1e-6, "head_dim": 256, "rope_parameters": rope}
+    more = {"linear_num_value_heads": value_heads, **common, **more}
+    return _preset("qwen3_5_text", "Qwen3_5", dims, **more)
+
+
+def _gemma4(dims: Dims, full_kv_heads: int, **more: Any) -> Preset:
+    # the text part of google/gemma-4-26B-A4B and -31B
+    common: Preset = {
+        "max_len": 262144,
+        "eps": 1e-6,
+        "tied": True,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": full_kv_heads,
+    }
+    return _preset("gemma4_text", "Gemma4", dims, **{**common, **more})
+
+
 _FEW_EXPERTS: Preset = {"num_experts_per_tok": 2, "head_dim": 16, "max_len": 512}
 
 HF_PRESETS: dict[str, dict[str, HFPreset]] = {
@@ -430,30 +463,64 @@ HF_PRESETS: dict[str, dict[str, HFPreset]] = {
         "tiny": HFPreset(
             _qwen3_moe(_tiny_dims(), num_experts=8, moe_intermediate_size=32, **_FEW_EXPERTS), 157_056
         ),
-        "30b": HFPreset(_qwen3_moe(_Dims(151936, 2048, 6144, 48, 32, 4)), 30_532_122_624),
+        "30b": HFPreset(_qwen3_moe(Dims(151936, 2048, 6144, 48, 32, 4)), 30_532_122_624),
     },
     "gpt_oss": {
         "tiny": HFPreset(
             _gpt_oss(_tiny_dims()._replace(mlp=32), num_local_experts=8, sliding_window=16, **_FEW_EXPERTS),
             159_448,
         ),
-        "20b": HFPreset(_gpt_oss(_Dims(201088, 2880, 2880, 24, 64, 8)), 20_914_757_184),
+        "20b": HFPreset(_gpt_oss(Dims(201088, 2880, 2880, 24, 64, 8)), 20_914_757_184),
     },
-    "olmo3": {
-        "tiny": HFPreset(_olmo3(_tiny_dims(layers=4), sliding_window=16), 181_184),
-        "7b": HFPreset(_olmo3(_Dims(100278, 4096, 11008, 32, 32, 32)), 7_298_011_136),
-        "32b": HFPreset(_olmo3(_Dims(100278, 5120, 27648, 64, 40, 8)), 32_233_522_176),
+    "qwen3_5": {
+        "tiny": HFPreset(
+            _qwen3_5(
+                _tiny_dims(layers=4)._replace(mlp=96),
+                value_heads=4,
+                tied=True,
+                max_len=512,
+                head_dim=32,
+                linear_num_key_heads=2,
+                linear_key_head_dim=16,
+                linear_value_head_dim=16,
+            ),
+            175_816,
+        ),
+        "0.8b": HFPreset(
+            _qwen3_5(Dims(248320, 1024, 3584, 24, 8, 2), value_heads=16, tied=True), 752_393_024
+        ),
     },
-    "ministral3": {
-        "tiny": HFPreset(_ministral3(_tiny_dims(), tied=True, head_dim=16), 90_432),
-        "3b": HFPreset(_ministral3(_Dims(131072, 3072, 9216, 26, 32, 8), tied=True), 3_429_006_336),
-        "8b": HFPreset(_ministral3(_Dims(131072, 4096, 14336, 34, 32, 8), tied=False), 8_489_553_920),
+    "gemma4": {
+        "tiny": HFPreset(
+            _gemma4(
+                _tiny_dims(layers=4),
+                1,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                max_len=512,
+                head_dim=16,
+                global_head_dim=32,
+                sliding_window=16,
+            ),
+            177_408,
+        ),
+        "26b": HFPreset(
+            _gemma4(
+                Dims(262144, 2816, 2112, 30, 16, 8),
+                2,
+                enable_moe_block=True,
+                num_experts=128,
+                top_k_experts=8,
+                moe_intermediate_size=704,
+            ),
+            25_233_141_760,
+        ),
+        "31b": HFPreset(_gemma4(Dims(262144, 5376, 21504, 60, 32, 16), 4), 30_697_345_280),
     },
     "glm4_moe": {
         "tiny": HFPreset(
             _glm4_moe(_tiny_dims(), n_routed_experts=8, moe_intermediate_size=32, **_FEW_EXPERTS), 138_304
         ),
-        "air": HFPreset(_glm4_moe(_Dims(151552, 4096, 10944, 46, 96, 8)), 106_852_245_504),
+        "air": HFPreset(_glm4_moe(Dims(151552, 4096, 10944, 46, 96, 8)), 106_852_245_504),
     },
 }
 """As PRESETS, of families that transformers' code builds. The names are those of the configs folder."""

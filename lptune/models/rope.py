@@ -1,5 +1,8 @@
 """Rotary positions: dimensions i and i + R/2 of q and k are rotated by the angle position * inv_freq[i].
 
+Some checkpoints pair dimensions 2i and 2i + 1. Their heads are put into the order above first, and stay so: q
+and k have the same order, and the scores q @ k.T do not depend on it.
+
 `inv_freq[i] = theta ** (-2i / R)` is a geometric series of frequencies. Checkpoints with a stretched context
 change this series. `linear` divides all frequencies by a factor. `llama3` and `yarn` divide the slow
 frequencies and keep the fast ones, with different ramps between. `longrope` divides each frequency by its own
@@ -27,12 +30,19 @@ class Rope(NamedTuple):
 
     cos_BS1R: Tensor
     sin_BS1R: Tensor
+    query_scale_BS11: Tensor | None = None
+    """Of rotated queries, see `RopeConfig.query_growth`; None: 1."""
 
 
-def apply_rope(x_BSND: Tensor, rope: Rope) -> Tensor:
-    """Rotates the first R dimensions of every head. Computed in float32, returned in the dtype of x."""
+def apply_rope(x_BSND: Tensor, rope: Rope, *, interleaved: bool = False) -> Tensor:
+    """Rotates the first R dimensions of every head. Computed in float32, returned in the dtype of x.
+
+    interleaved: the pairs are (2i, 2i + 1); the result has them at (i, i + R/2).
+    """
     rotary_dim = rope.cos_BS1R.shape[-1]
     turned, passed = x_BSND[..., :rotary_dim].float(), x_BSND[..., rotary_dim:]
+    if interleaved:
+        turned = turned.unflatten(-1, (-1, 2)).transpose(-2, -1).flatten(-2)
     first, second = turned.chunk(2, dim=-1)
     rotated = turned * rope.cos_BS1R + torch.cat((-second, first), dim=-1) * rope.sin_BS1R
     rotated = rotated.to(x_BSND.dtype)
@@ -129,8 +139,11 @@ class RopeTable(nn.Module):
                 inv_freq_F = torch.where(is_long_BS[..., None], self.long_inv_freq_F, inv_freq_F)
         angle_BSF = positions_BS[..., None].float() * inv_freq_F
         angle_BS1R = torch.cat((angle_BSF, angle_BSF), dim=-1)[:, :, None, :]
-        factor = self.config.attention_factor
-        return Rope(angle_BS1R.cos() * factor, angle_BS1R.sin() * factor)
+        factor, query_scale_BS11 = self.config.attention_factor, None
+        if growth := self.config.query_growth:
+            lengths_BS = torch.floor(positions_BS / self.config.original_max_position_embeddings)
+            query_scale_BS11 = (1 + growth * torch.log1p(lengths_BS))[..., None, None]
+        return Rope(angle_BS1R.cos() * factor, angle_BS1R.sin() * factor, query_scale_BS11)
 
 
 def _last_position(documents: DocumentBounds) -> Tensor:

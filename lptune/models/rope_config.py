@@ -8,6 +8,7 @@ priority over one outside. A file that transformers does not load raises UserErr
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,11 +27,13 @@ def read_rope(
     default_theta: float = 10_000.0,
     kinds: Mapping[str, str] = _ALL_KINDS,
     partial: bool = False,
+    interleaved: bool = False,
 ) -> RopeConfig:
     """The rope of a family with one rope for all layers. Raises UserError for an unsupported setting.
 
-    kinds: maps the kinds that files may name to ROPE_KINDS. partial: whether only a part of each head may be
-    rotated. default_theta: for a file without rope_theta.
+    kinds: maps the kinds that files may name to ROPE_KINDS, or to `alpha`: the default kind with theta
+    multiplied by alpha ** (D / (D - 2)), one stretch ("NTK-aware") for all lengths. partial: whether only a
+    part of each head may be rotated. default_theta: for a file without rope_theta. interleaved: as the field.
     """
     settings, name = _settings(keys, "rope_parameters", keys.get("rope_parameters")), "rope_parameters"
     if keys.get("rope_scaling"):
@@ -47,14 +50,18 @@ def read_rope(
     is_su = settings.get("rope_type", settings.get("type")) == "su"
     if keys.has(original) and (original in settings or not is_su):
         settings[original] = keys.get(original)
-    return parse_rope(keys, name, settings, head_dim=head_dim, kinds=kinds, partial=partial)
+    rope = parse_rope(keys, name, settings, head_dim=head_dim, kinds=kinds, partial=partial)
+    return replace(rope, interleaved=interleaved)
 
 
 def read_rope_per_layer_type(
-    keys: Keys, *, head_dim: int, global_theta: float, local_theta: float
+    keys: Keys, *, head_dim: int, global_theta: float, local_theta: Any
 ) -> dict[str, RopeConfig]:
     """The rope settings, by layer type, of a family with one rope for each layer type. `rope_scaling` belongs
     to the layers with full attention. Raises UserError for an unsupported setting.
+
+    global_theta: of these layers, for a file without rope_theta. local_theta: of the layers with a window, if
+    their own settings do not say; any value, checked here.
     """
     nested = _settings(keys, "rope_parameters", keys.get("rope_parameters"))
     if not nested.keys() <= LAYER_TYPES:
@@ -76,7 +83,7 @@ def read_rope_per_layer_type(
             raise keys.error("rope_scaling", "says type, which transformers ignores here; call it rope_type")
         full.update(scaling)
     full.setdefault("rope_theta", keys.given.get("rope_theta", global_theta))
-    sliding.setdefault("rope_theta", keys.given.get("rope_local_base_freq", local_theta))
+    sliding.setdefault("rope_theta", local_theta)
     for settings in (full, sliding):
         if not settings.get("truncate", True):
             raise keys.error(
@@ -128,6 +135,11 @@ def parse_rope(
     base = RopeConfig(theta=theta, rotary_dim=rotary_dim)
     if kind == "default":
         return base
+    if kind == "alpha":
+        alpha, _ = inner.number("alpha"), inner.number("factor")  # transformers needs the second, unused
+        if rotary_dim < 4 or alpha > 1e9:
+            raise inner.error("alpha", f"{alpha} cannot stretch {rotary_dim} dimensions")
+        return RopeConfig(theta=theta * alpha ** (rotary_dim / (rotary_dim - 2)), rotary_dim=rotary_dim)
     if kind == "linear":
         return RopeConfig(kind=kind, theta=theta, rotary_dim=rotary_dim, factor=inner.number("factor"))
 

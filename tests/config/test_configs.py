@@ -32,7 +32,7 @@ SIZES = {
     "qwen3/4b", "qwen3/8b", "qwen3/14b", "qwen3/32b", "mistral/7b", "gemma2/2b", "gemma2/9b", "gemma3/270m",
     "gemma3/1b", "phi4/mini", "phi4/14b", "olmo2/7b", "smollm3/3b", "granite3/2b",
     "qwen3_moe/30b", "gpt_oss/20b", "olmo3/7b", "olmo3/32b", "ministral3/3b", "ministral3/8b",
-    "glm4_moe/air",
+    "glm4_moe/air", "qwen3_5/0.8b", "gemma4/26b", "gemma4/31b",
 }  # fmt: skip
 
 OF_MEMORY = {name for name in CONFIGS if re.search(r"_\d+gb$", name)}

@@ -135,6 +135,13 @@ FAMILIES = {
     "olmo2": {},
     "smollm3": {},
     "granite3": {},
+    "olmo3": {},
+    "ministral3": {},
+    "gemma": {"num_key_value_heads": 2},
+    "seed_oss": {"attention_out_bias": True},
+    "hunyuan": {},
+    "ernie4_5": {},
+    "exaone4": {},
 }
 """Every family; with a vocabulary that does not divide, with biases, tied and not, fused (phi4)."""
 

@@ -70,7 +70,6 @@ TYPES: dict[str, dict[str, Any]] = {
     "cohere2": _WINDOWS,
     "deepseek_v3": _ROUTED | _LATENT,
     "diffllama": {},
-    "ernie4_5": {},
     "ernie4_5_moe": _EXPERTS
     | {
         "moe_num_experts": 8,
@@ -79,7 +78,6 @@ TYPES: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
         "moe_layer_end_index": 3,
     },
-    "exaone4": _WINDOWS,
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64, "mamba_n_heads": 4},
     "gemma4_text": _WINDOWS
     | {
@@ -99,7 +97,6 @@ TYPES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 64,
         "layer_types": ["mamba"] * 3 + ["attention"],
     },
-    "hunyuan_v1_dense": {},
     "kimi_linear": _ROUTED
     | _LATENT
     | {
@@ -132,7 +129,6 @@ TYPES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 1, 1, 0],
     },
     "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "ministral3": {},
     "mixtral": {"num_local_experts": 4},
     "nemotron": {},
     "nemotron_h": _ROUTED
@@ -145,27 +141,32 @@ TYPES: dict[str, dict[str, Any]] = {
         "chunk_size": 16,
         "layers_block_type": ["mamba", "attention", "mamba", "moe"],
     },
-    "olmo3": _WINDOWS,
     "olmo_hybrid": _DELTA_NET,
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "qwen3_5_moe_text": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 32},
     "qwen3_5_text": _DELTA_NET,
     "qwen3_moe": _EXPERTS,
     "qwen3_next": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 32},
-    "seed_oss": {},
 }
 """By `model_type`, those that our own decoder does not build: what differs from _COMMON."""
 
 NATIVE: dict[str, dict[str, Any]] = {
+    "ernie4_5": {},
+    "exaone4": _WINDOWS,
+    "gemma": {},
     "gemma2": _WINDOWS,
     "gemma3_text": _WINDOWS,
     "granite": {},
+    "hunyuan_v1_dense": {},
     "llama": {},
+    "ministral3": {},
     "mistral": {"sliding_window": 16},
     "olmo2": {},
+    "olmo3": _WINDOWS,
     "phi3": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {},
+    "seed_oss": {},
     "smollm3": {},
 }
 """Those that our own decoder builds."""

@@ -100,6 +100,45 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         sliding_window=16,
         attention_bias=True,
     ),
+    "olmo3-rope-parameters-biases": _without(
+        "olmo3",
+        "rope_scaling",
+        "rope_theta",
+        attention_bias=True,
+        rope_parameters={
+            "full_attention": _YARN | {"rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+        },
+    ),
+    "ministral3-default-rope-window": _variant(
+        "ministral3",
+        sliding_window=16,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "gemma-biases-untied": _variant(
+        "gemma", hidden_act="gelu_new", attention_bias=True, tie_word_embeddings=False
+    ),
+    "seed_oss-other-biases": _variant(
+        "seed_oss", attention_bias=False, attention_out_bias=True, mlp_bias=True, rope_scaling=_YARN
+    ),
+    "hunyuan-default-rope-biases": _variant("hunyuan", rope_scaling=None, attention_bias=True),
+    "ernie4_5-yarn-untied": _variant(
+        "ernie4_5", use_bias=False, rope_scaling=_YARN, tie_word_embeddings=False
+    ),
+    "exaone4-listed-without-window": _variant(
+        "exaone4",
+        layer_types=["full_attention"] * 4,
+        sliding_window=None,
+        sliding_window_pattern="LLLG",
+        rope_scaling={"type": "linear", "factor": 3.0},
+        tie_word_embeddings=True,
+    ),
     "granite-biases-untied": _variant(
         "granite3", attention_bias=True, mlp_bias=True, tie_word_embeddings=False, logits_scaling=3.0
     ),

@@ -41,8 +41,10 @@ def test_values_of_another_type_are_refused_where_transformers_refuses_them(fami
 
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_a_config_with_nothing_but_its_family_is_read(family: str) -> None:
-    theirs = transformers.AutoConfig.for_model(family)
-    ours = config_from_dict({"model_type": family})
+    # transformers, too, builds no hunyuan_v1_dense without it.
+    needed = {"head_dim": 128} if family == "hunyuan_v1_dense" else {}
+    theirs = transformers.AutoConfig.for_model(family, **needed)
+    ours = config_from_dict({"model_type": family} | needed)
     assert ours.hidden_size == theirs.hidden_size
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -192,6 +194,46 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "truncate: transformers ignores it",
     ),
+    "queries without growth": (
+        {"model_type": "ministral3", "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "rope_scaling: llama_4_scaling_beta: expected a number above 0, found null",
+    ),
+    "queries without length": (
+        {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+        "rope_parameters: original_max_position_embeddings: expected an integer above 0, found null",
+    ),
+    "dynamic without alpha": (
+        {
+            "model_type": "hunyuan_v1_dense",
+            "head_dim": 128,
+            "rope_scaling": {"type": "dynamic", "factor": 2.0},
+        },
+        "alpha: expected a number above 0, found null",
+    ),
+    "alpha of one pair": (
+        {
+            "model_type": "hunyuan_v1_dense",
+            "head_dim": 2,
+            "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        },
+        "alpha: 1000.0 cannot stretch 2 dimensions",
+    ),
+    "hunyuan without head size": ({"model_type": "hunyuan_v1_dense"}, "head_dim: missing"),
+    "olmo3 window is null": ({"model_type": "olmo3", "sliding_window": None}, "need a window"),
+    "exaone4 window is null": ({"model_type": "exaone4", "sliding_window": None}, "need a window"),
+    "exaone4 listed window is null": (
+        {
+            "model_type": "exaone4",
+            "num_hidden_layers": 1,
+            "layer_types": ["sliding_attention"],
+            "sliding_window": None,
+        },
+        "need a window",
+    ),
+    "pattern is text": (
+        {"model_type": "exaone4", "sliding_window_pattern": "LLLG"},
+        "sliding_window_pattern: expected an integer above 0, found 'LLLG'",
+    ),
     "nope list": ({"model_type": "smollm3", "no_rope_layers": [1]}, "expected a list of 36 entries"),
 }
 
@@ -213,6 +255,23 @@ def test_a_length_outside_of_the_rope_settings_is_not_that_of_a_kind_of_layer() 
 def test_dropout_that_is_not_applied_is_noted() -> None:
     config = config_from_dict({"model_type": "granite", "attention_dropout": 0.1})
     assert config.notes == ("attention_dropout 0.1 is not applied: lptune trains without dropout",)
+    assert len(config_from_dict({"model_type": "seed_oss"}).notes) == 2
+
+
+def test_exaone4_rotates_in_layers_with_a_window_and_where_there_are_none() -> None:
+    def layers(**more: Any) -> list[tuple[int | None, bool]]:
+        config = config_from_dict({"model_type": "exaone4", "num_hidden_layers": 4} | more)
+        return [(layer.window, layer.rope is not None) for layer in config.layers]
+
+    assert layers() == [(4096, True)] * 3 + [(None, False)]
+    full = ["full_attention"] * 4
+    assert layers(layer_types=full) == [(None, False)] * 4
+    assert layers(layer_types=full, sliding_window=None) == [(None, True)] * 4
+
+
+def test_the_rope_theta_of_olmo3_is_that_of_layers_with_full_attention() -> None:
+    layers = config_from_dict({"model_type": "olmo3", "rope_theta": 9000.0}).layers[2:4]
+    assert [layer.rope.theta for layer in layers if layer.rope] == [500_000.0, 9000.0]
 
 
 @pytest.mark.parametrize("case", REFUSALS)

@@ -75,7 +75,7 @@ def test_experts_are_converted_and_the_router_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["olmo3", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "diffllama"]
+    "kind", ["cohere2", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "diffllama"]
 )
 def test_a_cache_gives_the_logits_of_whole_rows(kind: str, tmp_path: Path) -> None:
     """Rows of other lengths, beyond the windows of 16; keys and values of other sizes; sinks."""
@@ -99,7 +99,7 @@ def test_a_cache_gives_the_logits_of_whole_rows(kind: str, tmp_path: Path) -> No
 
 def test_a_cache_that_is_not_exact_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows are slow and right. A window is left out here, which only the small twin can tell."""
-    hf_types.causal("olmo3").save_pretrained(tmp_path)
+    hf_types.causal("cohere2").save_pretrained(tmp_path)
     model = loaded(tmp_path)
     assert model.make_cache(1, 4) is not None
     real = attention.PastTokens.mask
@@ -109,15 +109,20 @@ def test_a_cache_that_is_not_exact_is_not_used(tmp_path: Path, monkeypatch: pyte
     check.caches_exactly.cache_clear()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("kind", "part"), [("gemma3", "gemma3_text"), ("qwen3_5", "qwen3_5_text"), ("mistral3", "ministral3")]
+)
 def test_the_text_part_of_a_model_that_sees_is_trained_and_the_rest_passes_on(
-    kind: str, tmp_path: Path
+    kind: str, part: str, tmp_path: Path
 ) -> None:
+    from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    text = hf_types.config(f"{kind}_text").to_dict()
+    text = hf_types.config(part).to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    if kind == "mistral3":
+        vision |= {"model_type": "pixtral", "head_dim": 16}
     whole = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
     reference = AutoModelForImageTextToText.from_config(whole).float().eval()
     hf_types.fill(reference)
@@ -132,13 +137,35 @@ def test_the_text_part_of_a_model_that_sees_is_trained_and_the_rest_passes_on(
     passed = [name for name in stored if model.passes_on(name)]
     assert passed
     assert all("language_model" not in name for name in passed)
+    assert isinstance(model, models.Decoder) == (part in models.FAMILIES)
+    # The other of the two layouts in which folders are published.
+    tensors = load_file(tmp_path / "model.safetensors")
+    names = ["language_model.model.", "model.language_model."]
+    one, other = names if any(name.startswith(names[0]) for name in tensors) else names[::-1]
+    renamed = {name.replace(one, other): each for name, each in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    again = loaded(tmp_path)
+    assert type(again) is type(model)
+    with torch.no_grad():
+        assert torch.equal(again(tokens_BS), found)
+
+
+def test_a_text_part_with_a_setting_that_is_not_ours_is_built_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = hf_types.config("gemma3_text").to_dict() | {"attn_logit_softcapping": 50.0}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    whole = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(whole).save_pretrained(tmp_path)
+    assert not isinstance(models.read_config(tmp_path), models.DecoderConfig)
 
 
 def test_the_attention_is_chosen_by_the_hidden_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP shards weights in float32, and gathers them in bfloat16 after the masks are made."""
-    hf_types.config("olmo3").save_pretrained(tmp_path)
+    hf_types.config("cohere2").save_pretrained(tmp_path)
     model = models.build_on_meta(models.read_config(tmp_path)).to_empty(device="cpu")
     model.reset_buffers("cpu")
     model.init_weights(0)
@@ -159,7 +186,7 @@ def test_the_attention_is_chosen_by_the_hidden_states(
 def test_a_model_whose_documents_leak_is_refused(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hf_types.causal("lfm2" if fault == "mixer" else "olmo3").save_pretrained(tmp_path)
+    hf_types.causal("lfm2" if fault == "mixer" else "cohere2").save_pretrained(tmp_path)
     facts = models.read_config(tmp_path)
     facts.check()
     if fault == "mask":
@@ -185,18 +212,20 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"quantized .mxfp4."):
         read(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(UserError, match="ForCausalLM"):
-        read(model_type="olmo3", architectures=["Olmo3Model"])
+        read(model_type="cohere2", architectures=["Cohere2Model"])
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(UserError, match=r"rope_type 'dynamic'"):
-        read(**hf_types.config("seed_oss").to_dict() | {"rope_parameters": rope})
+        read(**hf_types.config("apertus").to_dict() | {"rope_parameters": rope})
     with pytest.raises(UserError, match="transformers refuses it"):
-        read(model_type="olmo3", hidden_size="wide")
+        read(model_type="cohere2", hidden_size="wide")
 
 
 def test_a_transformers_that_was_not_tried_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"]}'
+    )
     monkeypatch.setattr("transformers.__version__", "5.16.2")
     with pytest.raises(
         UserError, match=r"transformers 5\.17 or newer, found 5\.16\.2; run: .* -U transformers"
@@ -225,7 +254,7 @@ def test_a_head_of_another_name_stays_high(tmp_path: Path) -> None:
 
 
 def test_a_shape_that_config_json_does_not_ask_for_is_named(tmp_path: Path) -> None:
-    for kind, key in (("olmo3", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")):
+    for kind, key in (("cohere2", "intermediate_size"), ("qwen3_moe", "moe_intermediate_size")):
         folder = tmp_path / kind
         hf_types.causal(kind).save_pretrained(folder)
         content = json.loads((folder / "config.json").read_text())
@@ -237,7 +266,7 @@ def test_a_shape_that_config_json_does_not_ask_for_is_named(tmp_path: Path) -> N
 def test_a_head_that_differs_from_the_embedding_is_not_tied(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    hf_types.causal("olmo3", tie_word_embeddings=True).save_pretrained(tmp_path)
+    hf_types.causal("cohere2", tie_word_embeddings=True).save_pretrained(tmp_path)
     assert loaded(tmp_path).facts.tied
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
@@ -281,7 +310,7 @@ def test_llama4_scales_attention_by_the_place_in_the_row(tmp_path: Path) -> None
 
 
 def test_a_check_without_numbers_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_types.causal("olmo3").save_pretrained(tmp_path)
+    hf_types.causal("cohere2").save_pretrained(tmp_path)
     facts = models.read_config(tmp_path)
     monkeypatch.setattr(check, "_alone", lambda model, tokens: torch.full((tokens.shape[1], 64), torch.nan))
     with pytest.raises(UserError):
