@@ -58,7 +58,7 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
             if isinstance(cfg, RunConfig) or not models.is_of_run(folder):
                 facts = models.read_config(models.read_index(folder, key).folder)
                 if isinstance(cfg, RunConfig):
-                    facts.check_modes(cfg.compile, cfg.parallel.tensor)
+                    facts.check_cut(cfg.parallel.tensor)
 
 
 def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:

@@ -92,7 +92,7 @@ def parallelize(
     """
     backbone = model if isinstance(model, Backbone) else None
     if backbone is not None:
-        backbone.facts.check_modes(cfg.compile, cfg.parallel.tensor)
+        backbone.facts.check_cut(cfg.parallel.tensor)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     names = frozenset[str]()
     if backbone is not None and compute_dtype != torch.float32:
