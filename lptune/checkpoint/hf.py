@@ -47,22 +47,25 @@ class Base:
         return model
 
 
-def read_base(path: str, say: Callable[[str], None], *, key: str = "model.path") -> Base:
-    """Reads the headers and config.json of the folder `path`, which may begin with ~. say: as in
+def read_base(
+    path: str, say: Callable[[str], None], *, key: str = "model.path", backend: str = "auto"
+) -> Base:
+    """Reads the headers and config.json of the folder `path`, which may begin with ~. say, backend: as in
     `read_config`. key: of the config, for messages. Raises UserError as `read_index` and `read_config` do.
     """
     index = read_index(Path(path).expanduser(), key)
-    return Base(index, read_config(index, say))
+    return Base(index, read_config(index, say, backend))
 
 
-def read_config(index: HFIndex, say: Callable[[str], None]) -> models.Facts:
+def read_config(index: HFIndex, say: Callable[[str], None], backend: str = "auto") -> models.Facts:
     """The facts of a folder, from config.json and from the stored tensors.
 
     If config.json ties the head to the embeddings, but the folder stores both with different values, the head
     is not tied, as in transformers 5. say: gets a line for this, for an index file that is ignored, and for
-    each setting of config.json that is not applied. Raises UserError as `models.read_config` does.
+    each setting of config.json that is not applied. backend: the key `model.backend`. Raises UserError as
+    `models.read_config` does.
     """
-    config = models.read_config(index.folder)
+    config = models.read_config(index.folder, backend)
     for note in config.notes:
         say(f"note: {index.folder / 'config.json'}: {note}")
     if not index.has_index_file and (index.folder / INDEX_NAME).exists():

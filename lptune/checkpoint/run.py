@@ -121,7 +121,7 @@ class Run:
         to continue (the key `resume`), and sets `step` and `started_on` from it. A collective. Raises
         UserError as `hf.read_base` and `resume.find_checkpoint` do.
         """
-        base = read_base(self.cfg.model.path, self.world.print)
+        base = read_base(self.cfg.model.path, self.world.print, backend=self.cfg.model.backend)
         found = find_checkpoint(self.folder.checkpoints, self.cfg.resume, self.world, self.world.print)
         if found is not None:
             self._continues, self._saved = found, read_state(found)

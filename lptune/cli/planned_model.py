@@ -54,14 +54,16 @@ def load(
     return recipe.load(recipe_path, path, [*no_data, *overrides]), recipe_path, path, overrides
 
 
-def from_preset(name: str, key: str) -> "Facts":
-    """The preset `name`, as FAMILY/SIZE. Raises UserError, which begins with `key`, if there is none."""
+def from_preset(name: str, key: str, backend: str = "auto") -> "Facts":
+    """The preset `name`, as FAMILY/SIZE, for `model.backend`. Raises UserError, which begins with `key`, if
+    there is none.
+    """
     from lptune import models
 
     names = models.preset_names()
     if name not in names:
         raise UserError(f"{key}: no such family and size: {name}{closest(name, names)}")
-    return models.facts_of_preset(name)
+    return models.facts_of_preset(name, backend)
 
 
 def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, str, Path | None]":
@@ -72,12 +74,14 @@ def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, s
     if preset is None and folder.is_dir():
         if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
             index = models.read_index(folder)
-            models.read_config(folder)  # what it refuses, it refuses before torch is imported
+            models.read_config(
+                folder, cfg.model.backend
+            )  # what it refuses, it refuses before torch is imported
             with progress.in_place("loading torch ..."):
                 from lptune import checkpoint
-            config = checkpoint.read_config(index, click.echo)
+            config = checkpoint.read_config(index, click.echo, cfg.model.backend)
         else:
-            config = models.read_config(folder)
+            config = models.read_config(folder, cfg.model.backend)
         return config, f"{folder / 'config.json'}", folder
     # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
     family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
@@ -87,4 +91,4 @@ def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, s
             f"model.path: {folder} is not there, and there is no preset {name}; name the model with "
             "--preset FAMILY/SIZE, as `lptune new-checkpoint` takes it"
         )
-    return from_preset(name, "--preset"), f"the preset {name}", None
+    return from_preset(name, "--preset", cfg.model.backend), f"the preset {name}", None

@@ -56,9 +56,11 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
                 continue
             # A model that is not trained may be a run's: its checkpoint is verified when the recipe starts.
             if isinstance(cfg, RunConfig) or not models.is_of_run(folder):
-                facts = models.read_config(models.read_index(folder, key).folder)
+                is_base = isinstance(cfg, RunConfig) and key == "model.path"
+                backend = getattr(cfg.model, "backend", "auto") if is_base else "auto"
+                facts = models.read_config(models.read_index(folder, key).folder, backend)
                 if isinstance(cfg, RunConfig):
-                    facts.check_modes(cfg.compile, cfg.parallel.tensor)
+                    facts.check_cut(cfg.parallel.tensor)
 
 
 def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:

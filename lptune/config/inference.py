@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from lptune.base.errors import UserError
 from lptune.config.checks import at_least, check_path, one_of
 from lptune.config.precision import PrecisionConfig
-from lptune.config.schema import DataConfig, ModelConfig
+from lptune.config.schema import DataConfig, UsedModelConfig
 from lptune.config.sources import SourceConfig
 
 
@@ -101,7 +101,7 @@ def _check_common(cfg: "GenerateConfig | EvaluateConfig") -> None:
 class GenerateConfig:
     """All keys of the recipe generate."""
 
-    model: ModelConfig
+    model: UsedModelConfig
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -221,7 +221,7 @@ class HarnessConfig:
 class EvaluateConfig:
     """All keys of the recipe evaluate."""
 
-    model: ModelConfig
+    model: UsedModelConfig
     data: EvaluationDataConfig = field(default_factory=EvaluationDataConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)

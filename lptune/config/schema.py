@@ -29,14 +29,27 @@ from lptune.config.sources import FORMATS, SourceConfig, check_source, entries
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The base checkpoint, whose weights are trained."""
+class UsedModelConfig:
+    """A model that is not trained."""
 
     path: str
     """Folder of a Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."""
 
     def __post_init__(self) -> None:
         check_path("model.path", self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(UsedModelConfig):
+    """The base checkpoint, whose weights are trained."""
+
+    backend: str = "auto"
+    """Whose modules compute: auto (lptune's for the families that it has, transformers' for all others) |
+    native | transformers. A folder and its checkpoints serve both."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("model.backend", self.backend, ("auto", "native", "transformers"))
 
 
 @dataclass(frozen=True, kw_only=True)

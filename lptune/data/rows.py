@@ -64,6 +64,14 @@ class Batch(NamedTuple):
     documents of the data. -1 for padding and for the unused end.
     """
 
+    @property
+    def is_padding(self) -> "torch.Tensor":
+        """bool (B, S), on the CPU: whether a token belongs to no document of the data."""
+        import torch
+
+        sizes_D = self.offsets.cpu().diff()
+        return torch.repeat_interleave(self.numbers_D < 0, sizes_D).view(self.tokens_BS.shape)
+
     def to(self, device: "torch.device | str") -> "Batch":
         """The same batch on `device`."""
         # A copy to a GPU from memory that is not pinned waits for all that the GPU was given before.

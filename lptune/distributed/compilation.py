@@ -45,14 +45,19 @@ _PARTS_WITH_OPS = ("kernels", "linear", "models", "numerics")
 def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool) -> None:
     """Compiles the forward of each of `modules`, in place, unless mode (the config's `compile`) is `none`.
 
-    fullgraph: raise if the graph of a module breaks. Raises UserError if there is no compiler.
+    fullgraph: raise if the graph of a module breaks. It may around modules inside that have an attribute
+    `runs_eagerly`, whose shapes depend on data: they are left out. Raises UserError if there is no compiler.
     """
     if mode == "none":
         return
     check_compiler(mode)
     for module in modules:
+        eager: list[Any] = [each for each in module.modules() if getattr(each, "runs_eagerly", False)]
+        for each in eager:
+            each.forward = torch.compiler.disable(each.forward)
         # Static shapes: all rows have one length, and a dynamic graph would be slower.
-        module.forward = torch.compile(module.forward, fullgraph=fullgraph, dynamic=False)
+        whole = fullgraph and not eager
+        module.forward = torch.compile(module.forward, fullgraph=whole, dynamic=False)
 
 
 def compile_chunk_loss(module: nn.Module) -> None:

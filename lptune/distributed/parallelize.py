@@ -6,8 +6,13 @@
     3. compilation of each block's forward, so that FSDP's hooks stay outside the graph and one graph serves
        all blocks of a kind; compilation of a Backbone's head with the objective of a chunk;
     4. wrapping the weights that the precision plan gathers in 8 bits;
-    5. `fully_shard`, block by block and then the root (embeddings, final norm, head); on one rank, which has
+    5. `fully_shard`, the root (embeddings, final norm, head) and block by block; on one rank, which has
        nothing to gather, compute weights (linear/weights/compute_weights.py).
+
+The parameters that a Backbone names in `float32_names` are a group of their own, gathered and reduced in
+float32: FSDP2 wants one dtype of the gradients that it reduces together. They are few and small, lie in all
+blocks, and a hook inside of a block would break its graph. So the group is that of the module which holds
+the blocks: one all-gather before them, and one reduce-scatter at the end of backward.
 
 Parameters stay float32 (with int8_weight_only: INT8): they are the master weights. FSDP gathers a block in
 the compute dtype or in 8 bits and reduces gradients in float32; compute weights are the same tensors. With
@@ -41,7 +46,13 @@ from lptune.config import ParallelConfig, RunConfig
 from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_backbone
-from lptune.linear import ComputeWeights, LowPrecision, gather_in_8_bits, use_compute_weights
+from lptune.linear import (
+    ComputeWeights,
+    LowPrecision,
+    gather_in_8_bits,
+    note_float32_group,
+    use_compute_weights,
+)
 from lptune.models import Backbone, activate_attention
 
 BatchT = TypeVar("BatchT")
@@ -81,11 +92,15 @@ def parallelize(
     """
     backbone = model if isinstance(model, Backbone) else None
     if backbone is not None:
-        backbone.facts.check_modes(cfg.compile, cfg.parallel.tensor)
+        backbone.facts.check_cut(cfg.parallel.tensor)
+    compute_dtype = getattr(torch, cfg.compute_dtype)
+    names = frozenset[str]()
+    if backbone is not None and compute_dtype != torch.float32:
+        names = backbone.float32_names
     if isinstance(cfg, RunConfig) and cfg.optimizer.master == "none":
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             # All that are trained: FSDP wants one dtype of the trained parameters that it gathers together.
-            if parameter.requires_grad:
+            if parameter.requires_grad and name not in names:
                 parameter.data = parameter.data.to(torch.bfloat16)
     if world.tensor_mesh is not None:
         # torch would warn at every export that it gathers over two axes in turn, which is necessary.
@@ -108,7 +123,8 @@ def parallelize(
         mode = "full, compiled"
     # A Backbone draws nothing, but a copy of a recipe may add dropout, whose masks the compiler keeps itself.
     checkpoint_activations(each, mode, keeps_random_state=backbone is None or cfg.compile == "none")
-    # Blocks compile without graph breaks. In a whole model, FSDP's hooks on the blocks break the graph.
+    # Blocks compile without graph breaks, but for mixers of recurrent models. In a whole model, FSDP's hooks
+    # on the blocks break the graph.
     by_block = cfg.compile == "block"
     if cfg.compile != "none":
         use_caches(has_dtensors=world.tensor_mesh is not None)
@@ -116,26 +132,38 @@ def parallelize(
     compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
     if by_block and backbone is not None:
         compile_chunk_loss(backbone.chunk_loss)
-    compute_dtype = getattr(torch, cfg.compute_dtype)
     gather_in_8_bits(model, compute_dtype)
     forward_methods = ("hidden_states",) if backbone is not None else ()
     if not uses_fsdp(cfg.parallel, world.size):
-        use_compute_weights(model, compute_dtype, world.mesh, forward_methods)
+        use_compute_weights(model, compute_dtype, world.mesh, forward_methods, names)
         return
-    mp_policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype,
-        reduce_dtype=torch.float32,
-        # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
-        cast_forward_inputs=False,
+    # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
+    policy: Any = functools.partial(
+        MixedPrecisionPolicy, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    shard: dict[str, Any] = {"mesh": world.data_mesh, "mp_policy": mp_policy}
+    shard: dict[str, Any] = {"mesh": world.data_mesh, "mp_policy": policy(param_dtype=compute_dtype)}
     if cfg.parallel.cpu_offload:
         shard["offload_policy"] = CPUOffloadPolicy()
-    for block in each:
-        fully_shard(block, **shard, reshard_after_forward=cfg.parallel.reshards(world.size))
+    # From the outside in, since FSDP does not look into modules of another group; so each call is told which
+    # parameters are not its own.
+    in_float32 = {model.get_parameter(name) for name in names}
+    in_blocks = {parameter for block in each for parameter in block.parameters()}
     # The root's weights are used last in forward and first in backward: freeing them in between would
     # gather them twice.
-    fully_shard(model, **shard, reshard_after_forward=False)
+    fully_shard(model, **shard, reshard_after_forward=False, ignored_params=in_blocks | in_float32)
+    if in_float32:
+        assert backbone is not None
+        ((inside, holder),) = (
+            found for found in model.named_modules() if backbone.blocks in list(found[1].children())
+        )
+        others = {parameter for parameter in holder.parameters() if parameter not in in_float32}
+        in_its_dtype = shard | {"mp_policy": policy(param_dtype=torch.float32)}
+        fully_shard(holder, **in_its_dtype, reshard_after_forward=False, ignored_params=others)
+        in_float32 = {model.get_parameter(name) for name in names}  # others than before
+        note_float32_group(holder, (name.removeprefix(f"{inside}.") for name in names))
+    for block in each:
+        reshards = cfg.parallel.reshards(world.size)
+        fully_shard(block, **shard, reshard_after_forward=reshards, ignored_params=in_float32)
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
     prefetch(each, cfg.parallel.prefetch_blocks)

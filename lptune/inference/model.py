@@ -65,7 +65,11 @@ class OpenedModel:
         dtype: torch.dtype = getattr(torch, compute_dtype)
         for note in emulated_bfloat16(compute_dtype, world.device) if notes else ():
             world.print(f"note: {note}")
-        model = self.trained.base.build_on_meta().to(dtype)
+        model = self.trained.base.build_on_meta()
+        in_float32 = frozenset[str]() if dtype == torch.float32 else model.float32_names
+        for name, parameter in model.named_parameters():
+            if name not in in_float32:
+                parameter.data = parameter.data.to(dtype)
         plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
         activate_attention(world.device)
         model.to_empty(device=world.device)

@@ -26,7 +26,6 @@ from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
 from lptune.linear.verify import (
-    FSDP_AXIS,
     FirstStep,
     PrecisionNotAppliedError,
     Verified,
@@ -36,6 +35,7 @@ from lptune.linear.verify import (
     verify_token_gathers,
 )
 from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
+from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_float32_group, padded_numel
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.weights.row_tensor import RowTensor
@@ -68,13 +68,16 @@ __all__ = [
     "convert",
     "dequantized",
     "fill_stored",
+    "fsdp_groups",
     "gather_in_8_bits",
     "int8_rows",
     "is_stored_in_place",
     "kinds",
     "local_part",
     "native_kinds",
+    "note_float32_group",
     "on_this_rank",
+    "padded_numel",
     "placed_as",
     "plain_rows",
     "planned_gathers",

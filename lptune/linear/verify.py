@@ -41,8 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -51,9 +50,8 @@ from lptune.linear.dtensors import on_this_rank
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.compute_weights import has_compute_weight
+from lptune.linear.weights.groups import fsdp_groups, padded_numel
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
-
-FSDP_AXIS = "fsdp"
 
 
 class PrecisionNotAppliedError(RuntimeError):
@@ -403,23 +401,19 @@ def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
         if isinstance(layer, LowPrecisionLinear)
         and (layer.spec.kind.keys.stores_low or gathered_bytes(layer.number) is not None)
     }
-    planned, seen = dict[str, tuple[int, int]](), set[int]()
-    # Children first, so that each parameter counts for its innermost FSDP module.
-    for name, module in reversed(list(model.named_modules())):
-        is_group = isinstance(module, FSDPModule)  # a variable: in the condition, mypy would lose nn.Module
-        if not is_group:
-            continue
+    planned = dict[str, tuple[int, int]]()
+    for group in fsdp_groups(model):
+        dtype = torch.float32 if group.in_float32 else compute_dtype
         low = other = 0
-        for parameter in module.parameters():
-            if id(parameter) in seen or not isinstance(parameter, DTensor):
+        for parameter in group.parameters:
+            if not isinstance(parameter, DTensor):
                 continue
-            seen.add(id(parameter))
             if id(parameter) in in_8_bits:
                 low += planned_bytes(parameter, in_8_bits[id(parameter)])
             else:
-                other += _padded_numel(parameter) * compute_dtype.itemsize
+                other += padded_numel(parameter) * dtype.itemsize
         if low + other:
-            planned[name] = (low + other, low)
+            planned[group.name] = (low + other, low)
     return planned
 
 
@@ -470,16 +464,3 @@ def verify_token_gathers(model: nn.Module, num_gathers: int) -> None:
             f"the step gathered activations in 8 bits {num_gathers} times, where {len(modules)} modules "
             f"should gather their input equally often ({modules[0]}, …)"
         )
-
-
-def _padded_numel(parameter: DTensor) -> int:
-    """Number of elements that a gather brings; the rows of each rank are padded to those of the first."""
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or (FSDP_AXIS,)
-    num_ranks = mesh.size(names.index(FSDP_AXIS))
-    placements = [
-        Replicate() if name == FSDP_AXIS else each
-        for name, each in zip(names, parameter.placements, strict=True)
-    ]
-    shape, _ = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    return -(-shape[0] // num_ranks) * num_ranks * torch.Size(shape[1:]).numel()

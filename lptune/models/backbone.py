@@ -159,6 +159,13 @@ class Backbone(nn.Module, ABC):
     def initial_value(self, name: str, seed: int) -> Tensor:
         """The initial value of one parameter: float32, on the CPU, a function of (seed, name, shape) only."""
 
+    @property
+    def float32_names(self) -> frozenset[str]:
+        """The names of the parameters that stay float32 where the compute dtype is bfloat16: those of the
+        module that holds the blocks, or of its parts.
+        """
+        return frozenset()
+
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
         """Computes the buffers, which no checkpoint stores, after `to_empty`. device: None: where they are.
         This one serves a model without buffers.

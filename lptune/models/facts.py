@@ -68,22 +68,14 @@ class Facts(ABC):
         """The model, with weights of unspecified values on torch's default device. See `build_on_meta`."""
 
     @property
-    def why_not_compiled(self) -> str | None:
-        """Why blocks of the model cannot be compiled; None: they can."""
-        return None
-
-    @property
     def why_not_cut(self) -> str | None:
         """Why tensor parallelism cannot cut the model's matrices; None: it can, where their sizes divide."""
         return None
 
-    def check_modes(self, compile_mode: str, num_tensor_ranks: int) -> None:
-        """Raises UserError, one line, if the model cannot be compiled or cut as a config asks.
-
-        compile_mode: the key `compile`. num_tensor_ranks: the key `parallel.tensor`.
+    def check_cut(self, num_tensor_ranks: int) -> None:
+        """Raises UserError, one line, if the model cannot be cut as a config asks. num_tensor_ranks: the key
+        `parallel.tensor`.
         """
-        if compile_mode != "none" and (why := self.why_not_compiled):
-            raise UserError(f"compile: {why}; set compile=none")
         if num_tensor_ranks > 1 and (why := self.why_not_cut):
             raise UserError(
                 f"parallel.tensor: {why}; set parallel.tensor=1: its weights are then sharded over all ranks"

@@ -61,24 +61,28 @@ MEMBERS: dict[str, Callable[[Keys, Path], Facts | None]] = {
 """By name, in the order in which they are asked: reads the config.json of a folder; None: not its own."""
 
 
-def read_config(folder: Path) -> Facts:
-    """The facts of the Hugging Face folder `folder`.
+def read_config(folder: Path, backend: str = "auto") -> Facts:
+    """The facts of the Hugging Face folder `folder`. backend: the key `model.backend`.
 
     Raises UserError, one line, for a missing or broken config.json, an unknown family, a quantized or
     multimodal checkpoint, and every setting that this library does not support exactly.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: not found; expected the folder of a Hugging Face checkpoint")
-    return _facts(Keys.from_file(folder / "config.json"), folder)
+    return _facts(Keys.from_file(folder / "config.json"), folder, backend)
 
 
-def facts_of_preset(name: str) -> Facts:
-    """The facts of the preset FAMILY/SIZE, one of `preset_names`."""
-    return _facts(Keys(find_preset(name), {}, f"preset {name}"), Path(f"preset {name}"))
+def facts_of_preset(name: str, backend: str = "auto") -> Facts:
+    """The facts of the preset FAMILY/SIZE, one of `preset_names`. backend: the key `model.backend`."""
+    return _facts(Keys(find_preset(name), {}, f"preset {name}"), Path(f"preset {name}"), backend)
 
 
-def _facts(keys: Keys, folder: Path) -> Facts:
-    for read in MEMBERS.values():
-        if (facts := read(keys, folder)) is not None:
+def _facts(keys: Keys, folder: Path, backend: str) -> Facts:
+    for name, read in MEMBERS.items():
+        asked = backend == "auto" or (name == "transformers") == (backend == "transformers")
+        if asked and (facts := read(keys, folder)) is not None:
             return facts
+    if backend == "transformers":
+        family = keys.get("model_type")
+        raise keys.error("model_type", f"transformers has no causal language model {family!r}")
     return config_from_keys(keys)  # raises: says which families there are

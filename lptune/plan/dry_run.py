@@ -255,6 +255,9 @@ def _run_steps(
     optimizer = build_optimizer(model, cfg.optimizer, cfg.seed)
     low = linear.LowPrecision(model, plan, optimizer, world=world, verify=False)  # no GEMM executes
     low.leave_out(blocks[model].layers)
+    in_float32 = _Float32Groups(log)
+    for part in blocks:
+        in_float32.find(part, times)
     whole = Repeated(model, times)
     update = Update(whole, optimizer, world, cfg.max_grad_norm, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
@@ -272,6 +275,7 @@ def _run_steps(
                 if frozen is not None:
                     log.phase("forward")  # ends what its last block does
                 loss = model(tokens_BS, documents, tokens_BS, objective).sum()
+                in_float32.gathered()
                 begin("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()
@@ -297,6 +301,48 @@ def _run_steps(
         stored = (parameter, *(optimizer.state[parameter][key] for key in kept))
         state_bytes += sum(each.numel() * each.dtype.itemsize for each in stored)
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
+
+
+@dataclasses.dataclass
+class _Float32Groups:
+    """The float32 parameters of all blocks, which one all-gather brings before the first block, and one
+    reduce-scatter reduces after backward (distributed/parallelize.py): `log` counts them for the blocks that
+    were left out, too.
+    """
+
+    log: memory.MemoryLog
+    places: list[tuple[nn.Module, str, int]] = dataclasses.field(default_factory=list)
+    """Module, name of the parameter in it, and for how many it stands."""
+
+    def find(self, model: models.Backbone, times: Mapping[nn.Parameter, int]) -> None:
+        """Comes after `parallelize`, before a forward."""
+        for group in linear.fsdp_groups(model):
+            if not group.in_float32:
+                continue
+            own = {id(each) for each in group.parameters}
+            self.places += [
+                (module, name, times[each])
+                for module in model.modules()
+                for name, each in module.named_parameters(recurse=False)
+                if id(each) in own and each in times
+            ]
+            mesh = group.parameters[0].device_mesh  # type: ignore[attr-defined]
+            num_ranks, whole = mesh.size(mesh.ndim - 1), dict[int, int]()
+            for parameters in (group.parameters, [each for each in group.parameters if each.requires_grad]):
+                sizes = [(4 * linear.padded_numel(each), times.get(each, 1)) for each in parameters]  # type: ignore[arg-type]
+                here, there = sum(size for size, _ in sizes), sum(size * count for size, count in sizes)
+                whole |= {here: there, here // num_ranks: there // num_ranks}
+            self.log.span_collectives(whole)
+
+    def gathered(self) -> None:
+        """Comes after each forward."""
+        for module, name, count in self.places:
+            weight = module.get_parameter(name)
+            self.log.span_blocks(weight, count)
+            if weight.requires_grad and not weight._post_accumulate_grad_hooks:
+                weight.register_post_accumulate_grad_hook(
+                    lambda weight, count=count: self.log.span_blocks(weight.grad, count, replayed=True)
+                )
 
 
 @contextmanager
@@ -333,12 +379,8 @@ def _without_offloaded(
     while those of the previous module are still there, and copies gradients to the host. The largest module
     counts.
     """
-    seen, largest = set[int](), 0
-    for module in reversed([each for part in parts for each in part.modules()]):  # inner modules first
-        if isinstance(module, FSDPModule):
-            own = [each for each in module.parameters() if id(each) not in seen]
-            seen.update(map(id, own))
-            largest = max(largest, memory.storage_bytes(own))
+    groups = [group for part in parts for group in linear.fsdp_groups(part)]
+    largest = max(memory.storage_bytes(group.parameters) for group in groups)
     staged = {"forward": 2 * largest, "backward": 3 * largest, "update": 0}
     return {
         name: Counter({each: size for each, size in peaks[name].items() if each not in _OFFLOADED})

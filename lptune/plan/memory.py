@@ -69,7 +69,10 @@ class MemoryLog(TorchDispatchMode):
         self._axes = axes or {}
         self._spans = [_Span("before")]
         self._labels: dict[int, str] = {}  # number -> category
-        self._times: dict[int, int] = {}  # number -> for how many storages it stands, if more than one
+        self._times: dict[int, float] = {}  # number -> for how many storages it stands, if more than one
+        self._spanning: dict[int, float] = {}  # as _times, of what has tensors of several blocks
+        self._replayed = set[int]()  # of those, what blocks allocate
+        self._whole: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}  # address of a live storage -> number
 
@@ -112,6 +115,9 @@ class MemoryLog(TorchDispatchMode):
         if "c10d" in name:
             found = describe_collective(func, args, result, self._axes)
             if found is not None:
+                if whole := self._whole.get(found.num_bytes, 0):
+                    self.span_blocks(args, whole / found.num_bytes)
+                    found = found._replace(num_bytes=whole)
                 self.collectives[found] += self._spans[-1].times
                 if found.axis == "fsdp":
                     self.label(GATHERED if found.operation == "all_gather" else UNREDUCED, args)
@@ -126,6 +132,20 @@ class MemoryLog(TorchDispatchMode):
     def block(self, blocks: Blocks, number: int) -> None:
         """Says that block `number` works now, until another block or a phase begins."""
         self._spans.append(_Span(self._spans[-1].phase, blocks, number))
+
+    def span_blocks(self, tensors: Any, times: float, *, replayed: bool = False) -> None:
+        """Says that the storages of `tensors` hold values of several blocks, those that were left out too, so
+        that each stands for `times`. replayed: a block allocates them; others free them.
+        """
+        for part in _parts(tensors):
+            number = self._number(part.untyped_storage())
+            self._spanning[number] = times
+            if replayed:
+                self._replayed.add(number)
+
+    def span_collectives(self, whole: Mapping[int, int]) -> None:
+        """Says which collectives serve several blocks: bytes here -> bytes for the whole model."""
+        self._whole |= {here: there for here, there in whole.items() if here != there}
 
     def repeat(self, times: Mapping[nn.Parameter, int], tensors_of: Callable[[nn.Parameter], Any]) -> None:
         """Says that each storage of `tensors_of(parameter)` stands for times[parameter] storages."""
@@ -168,7 +188,7 @@ class MemoryLog(TorchDispatchMode):
         stands for others, but the last block, which stands for itself, takes as much memory later.
         """
         for blocks, group in itertools.groupby(self._spans, key=lambda span: span.blocks):
-            spans, times = list(group), self._times
+            spans, times = list(group), dict[int, float](self._times)
             if blocks is not None:
                 ran, times = {span.number: span for span in spans}, {}
                 assert len(ran) == len(spans), "a block ran twice in a phase"
@@ -177,7 +197,10 @@ class MemoryLog(TorchDispatchMode):
                 spans = [ran[number] for number in order if number in ran]
             for span in spans:
                 for number, delta in span.events:
-                    yield span.phase, self._labels.get(number, ACTIVATIONS), delta * times.get(number, 1)
+                    count = self._spanning.get(number, times.get(number, 1))
+                    if delta > 0 and number in self._replayed:
+                        count = 1
+                    yield span.phase, self._labels.get(number, ACTIVATIONS), round(delta * count)
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata

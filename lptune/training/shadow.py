@@ -80,7 +80,8 @@ class ShadowCheck:
         started_s, batch = time.perf_counter(), self._loader.micro_batches(step)[0]
         self._losses.clear()
         with leaving_no_trace(self._model, self._low, self._loader, step):
-            passes, routing = ShadowPass(self._model, self._low.plan), Routing(self._model)
+            passes = ShadowPass(self._model, self._low.plan)
+            routing = Routing(self._model, batch.is_padding)
             with passes.comparing(), routing.of("low"), _Backward(passes) as low:
                 yield batch
             with passes.high(), routing.of("high"), torch.no_grad(), _Backward() as high:

@@ -333,6 +333,18 @@ FAULTS = [
         "models/hf/test_types.py",
     ),
     Fault(
+        "linear/weights/compute_weights.py",
+        '                    or f"{prefix}.{name}" in self._float32_names\n',
+        "\n",
+        "models/hf/test_float32.py",
+    ),
+    Fault(
+        "distributed/parallelize.py",
+        'shard | {"mp_policy": policy(param_dtype=torch.float32)}',
+        "shard",
+        "models/hf/test_float32.py",
+    ),
+    Fault(
         "models/hf/experts.py",
         "out_SH * top_k_weights.reshape(-1)",
         "out_SH * top_k_weights.bfloat16().reshape(-1)",

@@ -23,11 +23,11 @@ for their averages.
 Copies and gradients are those of FSDP2, bit for bit. The copies stay allocated: 2 bytes for each parameter,
 1 in 8 bits.
 
-A master needs no copy if it has the compute dtype already, or is stored in INT8 (Int8Weight).
+A master needs no copy if it has the compute dtype already, is stored in INT8 (Int8Weight), or stays float32.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Never
 
@@ -60,9 +60,12 @@ class _Copied:
 class ComputeWeights:
     """The compute weights of one model. Made by `use_compute_weights`."""
 
-    def __init__(self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, float32_names: Collection[str]
+    ) -> None:
         """mesh: of one rank. A MasterWeight finds by it which rows of the weight it has."""
         self._model, self._dtype, self._mesh = model, compute_dtype, mesh
+        self._float32_names = float32_names
         self._copied: list[_Copied] = []
         self._in_place = self._updates_follow = False
         _ALL.add(self)
@@ -135,9 +138,13 @@ class ComputeWeights:
         """Makes `_copied` fit the model: parameters may have been loaded, moved, frozen or tied since."""
         known = {id(each.master): each for each in self._copied}
         found: dict[int, _Copied] = {}
-        for module in self._model.modules():
+        for prefix, module in self._model.named_modules():
             for name, master in module._parameters.items():
-                if master is None or not self._needs_copy(master):
+                if (
+                    master is None
+                    or not self._needs_copy(master)
+                    or f"{prefix}.{name}" in self._float32_names
+                ):
                     continue
                 if id(master) not in found:
                     old = known.get(id(master))
@@ -224,15 +231,20 @@ register_optimizer_step_post_hook(_after_step)
 
 
 def use_compute_weights(
-    model: nn.Module, compute_dtype: torch.dtype, mesh: DeviceMesh, methods: tuple[str, ...] = ()
+    model: nn.Module,
+    compute_dtype: torch.dtype,
+    mesh: DeviceMesh,
+    methods: tuple[str, ...] = (),
+    float32_names: Collection[str] = (),
 ) -> None:
     """Gives `model`, on one rank, compute weights in `compute_dtype`; in place. It replaces `fully_shard`;
     `gather_in_8_bits` comes before it too.
 
     methods: names of further methods of `model` that run forward. After one of them without gradients the
-    compute weights stay, for what the caller computes with them next; `take_out` ends that.
+    compute weights stay, for what the caller computes with them next; `take_out` ends that. float32_names: of
+    parameters that forward reads as they are.
     """
-    weights = ComputeWeights(model, compute_dtype, mesh)
+    weights = ComputeWeights(model, compute_dtype, mesh, float32_names)
     object.__setattr__(model, _ATTRIBUTE, weights)
     model.register_forward_pre_hook(weights.before_forward)
     model.register_forward_hook(weights.after_forward)

@@ -75,12 +75,6 @@ class HFFacts(Facts):
         return HFModel(self)
 
     @property
-    def why_not_compiled(self) -> str | None:
-        """Recurrent layers have other shapes in each batch."""
-        how = "whose shapes depend on the lengths of documents"
-        return f"{self.family!r} has recurrent layers, {how}" if self.is_recurrent else None
-
-    @property
     def why_not_cut(self) -> str | None:
         """Its modules are transformers', and have no plan."""
         return f"{self.family!r} is built by transformers' code, whose matrices lptune cannot cut"

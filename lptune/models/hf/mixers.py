@@ -4,8 +4,9 @@ A mixer reads a row from left to right and knows no documents. So each document 
 its own, padded on the right, which is exact: a mixer is causal, and padding follows. The kernels of fla and
 causal_conv1d that take bounds of documents are faster, and are not used yet.
 
-The number and length of documents are data, so blocks with such a mixer have other shapes in each batch: they
-are not compiled (model.py).
+The number and length of documents are data, so a mixer has other shapes in each batch, which the compiler
+would compile anew each time. So it leaves the mixers alone: where blocks are compiled, what is around a mixer
+is (`runs_eagerly`, distributed/compilation.py).
 
 Shapes: B batch, S sequence, T = B * S, H hidden.
 """
@@ -65,4 +66,5 @@ def keep_documents_apart(mixer: nn.Module) -> None:
         back = first.flatten(0, 1).index_select(0, rows.places_T).unflatten(0, shape[:2])
         return (back, *others) if isinstance(found, tuple) else back
 
-    mixer.__class__ = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+    own = {"forward": forward, "runs_eagerly": True, "__module__": cls.__module__}
+    mixer.__class__ = type(cls.__name__, (cls,), own)

@@ -14,6 +14,7 @@ model. Buffers that it stores (biases of routers) are constants: read from the c
 exported as they are.
 """
 
+import functools
 import inspect
 import json
 import re
@@ -31,7 +32,7 @@ from lptune.models.attention import choose_backend
 from lptune.models.backbone import Backbone, Cache, ChunkLoss, Part, drawn
 from lptune.models.documents import DocumentBounds
 from lptune.models.headers import HFIndex, open_tensors, read_index
-from lptune.models.hf import attention, experts, mixers
+from lptune.models.hf import attention, experts, float32, mixers
 from lptune.models.hf.facts import HFFacts, HFLayer, config_of, digest, quiet
 from lptune.models.hf.names import map_names
 
@@ -43,6 +44,10 @@ class Router(nn.Linear):
     """The linear layer that chooses experts. A class of its own keeps it in high precision: a rounding would
     send tokens to other experts.
     """
+
+
+class Float32Linear(nn.Linear):
+    """A linear layer whose weight transformers keeps in float32. A class of its own, as a router's."""
 
 
 class HFModel(Backbone):
@@ -210,6 +215,14 @@ class HFModel(Backbone):
         """Those with transformers' interface of experts; Llama 4 and JetMoe have ways of their own."""
         return {name: each for name, each in self.named_modules() if experts.is_mixture(each)}
 
+    @property
+    def float32_names(self) -> frozenset[str]:
+        """Those that transformers leaves in float32, and those with which its code computes in float32."""
+        found = _stored_in_float32(self.facts) | float32.computed_in_float32(self.facts)
+        return found & {
+            name for name, _ in self.get_submodule(self.body_name).named_parameters(self.body_name)
+        }
+
     def passes_on(self, stored: str) -> bool:
         """Whether `stored` is a constant, or one of the tensors that transformers leaves out by name."""
         if self.facts.is_part and stored not in self._mapped:
@@ -261,6 +274,12 @@ class HFModel(Backbone):
         vars(config)["num_hidden_layers"] = len(self.blocks) - len(removed)
         for number in removed:
             delattr(self.blocks, str(number))
+
+
+@functools.lru_cache(maxsize=8)
+def _stored_in_float32(facts: HFFacts) -> frozenset[str]:
+    with torch.device("meta"):
+        return float32.stored_in_float32(_build(_content(facts), facts.where, torch.bfloat16))
 
 
 def _initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -316,7 +335,7 @@ def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]]
         attention_softcap=getattr(config, "attn_logit_softcapping", None),
         tied=head.weight is embedding.weight,
         word_names=(_name_of(causal, embedding), _name_of(causal, head)),
-        notes=_notes(config, causal),
+        notes=_notes(config),
         content=content,
         where=where,
         stored=stored,
@@ -328,8 +347,8 @@ def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]]
     )
 
 
-def _build(content: str, where: str) -> Any:
-    """transformers' model, on torch's default device, in float32, with our attention."""
+def _build(content: str, where: str, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model, on torch's default device, in `dtype`, with our attention."""
     with quiet():
         from transformers import AutoModelForCausalLM
 
@@ -340,7 +359,7 @@ def _build(content: str, where: str) -> Any:
     try:
         causal = from_config(
             config,
-            dtype=torch.float32,
+            dtype=dtype,
             attn_implementation=attention.NAME,
             experts_implementation=experts.NAME,
         )
@@ -359,13 +378,16 @@ def _build(content: str, where: str) -> Any:
         raise UserError(
             f"{where}: {config.model_type!r} changes hidden states in place, which cannot be recomputed"
         )
+    is_named = float32.names_in_float32(causal)
     num_experts = _integer(config, "num_experts", "num_local_experts", "n_routed_experts", default=0)
     for name, module in causal.named_modules():
         parent, last = ["", *str(name).split(".")][-2:]
-        if type(module) is nn.Linear and (
-            "router" in (parent, last) or (last == "gate" and module.out_features == num_experts)
-        ):
+        if type(module) is not nn.Linear:
+            continue
+        if "router" in (parent, last) or (last == "gate" and module.out_features == num_experts):
             module.__class__ = Router
+        elif is_named(f"{name}.weight"):
+            module.__class__ = Float32Linear
     return causal
 
 
@@ -408,13 +430,8 @@ def _layers(config: Any, blocks: nn.Module) -> Iterator[HFLayer]:
         )
 
 
-def _notes(config: Any, causal: Any) -> tuple[str, ...]:
+def _notes(config: Any) -> tuple[str, ...]:
     notes = []
-    strict = causal._keep_in_fp32_modules_strict or ()
-    if any(part in name for part in strict for name, _ in causal.named_parameters()):
-        notes.append(
-            f"{config.model_type}: its router runs in compute_dtype; transformers keeps it in float32"
-        )
     if getattr(config, "router_aux_loss_coef", None):
         notes.append(
             "router_aux_loss_coef: the load-balancing loss of the experts is not added, as in transformers "
