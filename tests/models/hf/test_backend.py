@@ -51,9 +51,9 @@ def test_both_backends_train_with_the_same_losses(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_has_no_such_model_is_refused_in_one_line(tmp_path: Path) -> None:
-    hf_types.causal("olmo3").save_pretrained(tmp_path)
+    hf_types.causal("qwen3_moe").save_pretrained(tmp_path)
     config = write_config(tmp_path / "c.yaml", tmp_path, tmp_path / "run")
-    with pytest.raises(UserError, match="'olmo3'"):
+    with pytest.raises(UserError, match="'qwen3_moe'"):
         preflight.check_models(load_config(FinetuneConfig, config, ["model.backend=native"]))
     preflight.check_models(load_config(FinetuneConfig, config, ["model.backend=transformers"]))
     with pytest.raises(UserError, match=r"model\.backend"):
