@@ -35,6 +35,7 @@ from lptune.base.model_folder import generation_config, model_file, read_stop_id
 from lptune.base.text import size_text
 from lptune.checkpoint.adapter import Source, arranged, match_tensors, region
 from lptune.checkpoint.card import model_card, read_parts
+from lptune.checkpoint.dequantize import read_box
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     Scratch,
@@ -60,7 +61,8 @@ from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_s
 from lptune.config import ExportConfig
 from lptune.distributed import Piece, SideGroup, World, side_group
 from lptune.linear import INT8_SCALE
-from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
+from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors
+from lptune.models.quantized import QUANTIZED_KEYS
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = (
@@ -343,8 +345,7 @@ def _assemble(
     tensor = torch.empty(target.shape, dtype=target.dtype)
     # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
     if not target.sources or any(source.parameter in frozen for source in target.sources):
-        with safe_open(str(base.folder / base.tensors[name].file), framework="pt", device="cpu") as tensors:
-            tensor.copy_(tensors.get_tensor(name))
+        tensor.copy_(read_box(lambda file: open_tensors(base.folder / file), base, name))
     for parameter, shape, part in target.sources:
         if parameter in frozen:
             continue
@@ -415,8 +416,10 @@ def _write_rest(
         shapes = {name: stored[name].shape for name in base.tensors if name in stored}
         high = modules_that_stay_high(shapes, in_8_bits, facts.word_names)
         corrections["quantization_config"] = quantizer.config(high)
-    if corrections:
-        write_json(scratch / "config.json", read_json(scratch / "config.json") | corrections)
+    content = read_json(scratch / "config.json")
+    kept = {key: value for key, value in content.items() if key not in QUANTIZED_KEYS}
+    if corrections or len(kept) < len(content):
+        write_json(scratch / "config.json", kept | corrections)
     if chat_template is not None:
         write_text(scratch / "chat_template.jinja", chat_template)
     if len(files) > 1 or (base.has_index_file and not cfg.max_shard_gib):

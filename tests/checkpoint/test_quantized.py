@@ -19,7 +19,6 @@ from lptune.checkpoint.state import About, base_digests
 from lptune.config import CheckpointConfig, ExportConfig, FinetuneConfig
 from lptune.numerics import FORMATS, quantize_rows
 from tests.helpers import tiny_run
-from tests.helpers.ranks import run_ranks
 
 SERVED = {
     "int8_rowcol": "int8",
@@ -296,19 +295,3 @@ def test_names_of_a_group_are_those_it_was_made_of(numbers: list[int]) -> None:
     names = [f"model.layers.{number}.mlp.experts.0.up_proj" for number in numbers]
     assert names_of_group(group_name(names)) == names
     assert names_of_group("lm_head") == ["lm_head"]
-
-
-def _save_and_export(rank: int, num_ranks: int, base: str, folder: str) -> None:
-    with distributed.session("cpu") as world:
-        path = _train(Path(base), Path(folder) / "steps", _config("float8_blockwise"), world)
-        cfg = ExportConfig(quantized="float8_block")
-        checkpoint.export_hf(path, checkpoint.read_index(Path(base)), Path(folder) / "two", cfg, world)
-
-
-def test_two_ranks_export_the_bytes_of_one_process(base: Path, tmp_path: Path) -> None:
-    run_ranks(2, _save_and_export, str(base), str(tmp_path))
-    _export(tmp_path / "steps" / "step-00000002", base, tmp_path / "one", "float8_block")
-    names = sorted(path.name for path in (tmp_path / "two").iterdir())
-    assert names == sorted(path.name for path in (tmp_path / "one").iterdir())
-    for name in names:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
