@@ -73,4 +73,4 @@ def _read(
     expanded = scale[torch.arange(row, row_end) // height - here[0].start]
     if scale.shape[1] > 1:
         expanded = expanded[:, torch.arange(column, column_end) // width - here[1].start]
-    return codes[row:row_end, column:column_end].float() * expanded, scale
+    return codes[row:row_end, column:column_end].float().mul_(expanded), scale

@@ -63,6 +63,7 @@ from lptune.distributed import Piece, SideGroup, World, side_group
 from lptune.linear import INT8_SCALE
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors
 from lptune.models.quantized import QUANTIZED_KEYS
+from lptune.numerics import FORMATS
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = (
@@ -213,7 +214,7 @@ def plan_files(base: HFIndex, cfg: ExportConfig, quantizer: Quantizer | None = N
         dtype = widest if cfg.dtype == "original" or not sources else getattr(torch, cfg.dtype)
         target = Target(sources, base.tensors[name].shape, dtype)
         if quantizer is not None and (scale := quantizer.scale_of(name, target.shape, sources)):
-            target = target._replace(dtype=quantizer.dtype, scale=scale)
+            target = target._replace(dtype=FORMATS[quantizer.kind.fmt].dtype, scale=scale)
         targets[name] = target
     targets = {name: targets[name] for name in base.tensors if name in targets}
     files: Files = {}

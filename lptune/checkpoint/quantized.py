@@ -32,7 +32,6 @@ from lptune.checkpoint.card import Part
 from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
-from lptune.numerics import FORMATS
 
 _USUAL = {"int8": "int8_rowcol", "float8": "float8_rowwise", "float8_block": "float8_blockwise"}
 """By format: the kind whose rounding it gets if the run's kind has another."""
@@ -53,11 +52,6 @@ class Quantizer:
     """The weights of the layers that ran in 8 bits."""
     notes: tuple[str, ...]
     """Lines for the user: where the values are not those of training."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the stored values."""
-        return FORMATS[self.kind.fmt].dtype
 
     def scale_of(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source]

@@ -73,33 +73,22 @@ def read_scheme(keys: Keys) -> _Scheme | None:
         return _Scheme("mxfp4")
     if method != "compressed-tensors":
         raise keys.error(key, f"the checkpoint is quantized ({str(method)[:40]}); {_READS}")
-    groups = found.get("config_groups")
-    schemes = list(groups.values()) if isinstance(groups, dict) else []
-    weights = [each.get("weights") if isinstance(each, dict) else None for each in schemes]
-    blocks = set[tuple[int, int] | None]()
-    for each in weights:
-        strategy = each.get("strategy") if isinstance(each, dict) else None
-        if (
-            not isinstance(each, dict)
-            or each.get("num_bits") != 8
-            or not each.get("symmetric", True)
-            or strategy not in ("tensor", "channel", "block")
-        ):
-            raise keys.error(
-                key, f"compressed-tensors ({str(found.get('format'))[:40]}) is not symmetric 8-bit; {_READS}"
-            )
-        blocks.add(_block(keys, key, each.get("block_structure")) if strategy == "block" else None)
+    groups, blocks = found.get("config_groups"), set[tuple[int, int] | None]()
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        weights = weights if isinstance(weights, dict) else {}
+        strategy, is_symmetric = weights.get("strategy"), weights.get("symmetric", True)
+        if not is_symmetric or weights.get("num_bits") != 8 or strategy not in ("tensor", "channel", "block"):
+            of = str(found.get("format"))[:40]
+            raise keys.error(key, f"compressed-tensors ({of}) is not symmetric 8-bit; {_READS}")
+        blocks.add(_block(keys, key, weights.get("block_structure")) if strategy == "block" else None)
     if len(blocks) != 1:
         raise keys.error(key, "needs config_groups with weights of one block size; download the file again")
     return _Scheme(method, blocks.pop())
 
 
 def _block(keys: Keys, key: str, found: Any) -> tuple[int, int]:
-    if (
-        not isinstance(found, list)
-        or len(found) != 2
-        or any(type(size) is not int or size < 1 for size in found)
-    ):
+    if not (isinstance(found, list) and len(found) == 2 and all(type(s) is int and s > 0 for s in found)):
         raise keys.error(key, f"expected the two sizes of a block, found {found!r:.40}")
     return found[0], found[1]
 
@@ -114,8 +103,13 @@ def resolve(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Stor
     keys = Keys.from_file(config) if config.is_file() else Keys({}, {}, str(config))
     scheme = read_scheme(keys)
     text = keys.get("text_config")
-    names = [each.get(key) for each in (keys.given, text) if isinstance(each, dict) for key in _DTYPE_KEYS]
-    dtype = next((str(name) for name in names if name in DTYPES.values()), "bfloat16")
+    named = [
+        each.get(key)
+        for each in (keys.given, text)
+        if isinstance(each, dict)
+        for key in ("dtype", "torch_dtype")
+    ]
+    dtype = next((str(name) for name in named if name in DTYPES.values()), "bfloat16")
     found = dict[str, StoredTensor]()
     used = set[str]()
     for name, tensor in tensors.items():
@@ -138,9 +132,6 @@ def resolve(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Stor
                 f"{', '.join(DTYPES)} can be trained (a quantized checkpoint cannot){hint}"
             )
     return found
-
-
-_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def _of_codes(
