@@ -17,11 +17,13 @@ from lptune import checkpoint, distributed, linear, models
 from lptune.base.errors import UserError
 from lptune.base.text import group_name, names_of_group
 from lptune.checkpoint.adapter import read_piece
-from lptune.checkpoint.card import run_parts
+from lptune.checkpoint.card import Part, run_parts
 from lptune.checkpoint.hf import iter_tensors
-from lptune.checkpoint.state import About, base_digests
+from lptune.checkpoint.quantized import how_to_quantize
+from lptune.checkpoint.state import About, RunState, base_digests
 from lptune.config import CheckpointConfig, ExportConfig, FinetuneConfig
 from lptune.distributed import Piece
+from lptune.linear.plan import FELL_BACK
 from lptune.models.headers import open_tensors
 from lptune.numerics import E4M3, FORMATS, quantize_blocks, quantize_rows, quantize_tensor
 from tests.helpers import tiny_run, warm
@@ -281,6 +283,15 @@ def test_what_no_format_has_is_one_line_and_other_rounding_a_note(
         assert not (tmp_path / "refused").exists()
     with pytest.raises(UserError, match=r"export.quantized: .* trains nothing in them"):
         dataclasses.replace(_config("none"), export=ExportConfig(quantized="int8"))
+
+
+def test_layers_that_fell_back_and_those_of_another_precision_stay_high() -> None:
+    low, high = ("int8 row", "int8 folded", "frozen", "int8 rows"), ("high",) * 4
+    rows = [("a.0-1.up", "8 x 8", *low, ""), ("a.2.up", "8 x 8", *high[1:], "int8 rows", FELL_BACK)]
+    rows.append(("b.down", "8 x 8", *high, "precision.skip: down"))
+    part = Part(1, "int8_rowcol", "bfloat16", False, tuple(rows), "1", "2")
+    found = how_to_quantize("int8", RunState({}), part)
+    assert (found.parameters, found.notes) == ({"a.0.up.weight", "a.1.up.weight"}, ())
 
 
 @pytest.mark.parametrize("numbers", [[3], [0, 1, 2], [0, 2, 3, 11]])
