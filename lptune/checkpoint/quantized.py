@@ -33,8 +33,6 @@ from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
 
-_USUAL = {"int8": "int8_rowcol", "float8": "float8_rowwise", "float8_block": "float8_blockwise"}
-"""By format: the kind whose rounding it gets if the run's kind has another."""
 _REQUANTIZE = "export without export.quantized, and quantize that with the server's tool"
 
 
@@ -135,7 +133,9 @@ def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
             f"export.quantized={format_}; {_REQUANTIZE}"
         )
     trained = KINDS[part.precision]
-    kind = trained if trained.served_as == format_ else KINDS[_USUAL[format_]]
+    # Of the others the most precise that the format has: with a scale per row or block.
+    usual = next(each for each in KINDS.values() if each.served_as == format_ and not each.one_scale)
+    kind = trained if trained.served_as == format_ else usual
     notes = []
     if kind is not trained:
         notes.append(
