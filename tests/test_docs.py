@@ -19,6 +19,7 @@ NO_KEYS = {
     "model.safetensors",
     "model.embed_tokens",
     "export.json",
+    "export.md",
     "precision.py",
 }  # files and tensors
 PAGES = [

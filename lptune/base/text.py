@@ -161,3 +161,13 @@ def group_name(names: Sequence[str]) -> str:
             runs.append([number])
     ranges = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return without_number(names[0]).replace(".#.", f".{ranges}.", 1)
+
+
+def names_of_group(name: str) -> list[str]:
+    """The names of the layers that `group_name` has made one name of."""
+    found = re.search(r"\.([0-9]+(?:[-,][0-9]+)*)\.", name)
+    if found is None:
+        return [name]
+    ends = [(run.split("-")[0], run.split("-")[-1]) for run in found[1].split(",")]
+    numbers = [number for first, last in ends for number in range(int(first), int(last) + 1)]
+    return [f"{name[: found.start()]}.{number}.{name[found.end() :]}" for number in numbers]

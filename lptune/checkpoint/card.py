@@ -105,10 +105,11 @@ def model_card(
     fingerprint: Mapping[str, Any],
     weights: str | None = None,
     stops: Mapping[str, int] | None = None,
+    in_8_bits: str | None = None,
 ) -> str:
     """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests.
     weights: which average of weights is exported; None: the weights are those of `step`. stops: the tokens
-    that end the answers of the training rows.
+    that end the answers of the training rows. in_8_bits: of an export in 8 bits, what it stores.
     """
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
@@ -130,6 +131,7 @@ def model_card(
         ),
         "steps": step,
         "weights": weights,
+        "stored in 8 bits": in_8_bits,
         "answers end with": ", ".join(f"{text} ({each})" for text, each in (stops or {}).items()) or None,
         "lptune": ", ".join(dict.fromkeys(part.lptune for part in parts)),
         "torch": ", ".join(dict.fromkeys(part.torch for part in parts)),

@@ -15,6 +15,7 @@ of the learning rate there is little to gain. The mean is computed tensor by ten
 once, to the dtype of the export: it costs no memory in training, and the run can go on from its checkpoints.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from lptune.base.model_folder import generation_config, model_file, read_stop_id
 from lptune.base.text import size_text
 from lptune.checkpoint.adapter import Source, arranged, match_tensors, region
 from lptune.checkpoint.card import model_card, read_parts
+from lptune.checkpoint.dequantize import read_box
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     Scratch,
@@ -53,11 +55,15 @@ from lptune.checkpoint.manifest import (
     step_of,
     verify,
 )
+from lptune.checkpoint.quantized import Quantizer, how_to_quantize, modules_that_stay_high
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
 from lptune.config import ExportConfig
 from lptune.distributed import Piece, SideGroup, World, side_group
-from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex
+from lptune.linear import INT8_SCALE
+from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors
+from lptune.models.quantized import QUANTIZED_KEYS
+from lptune.numerics import FORMATS
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = (
@@ -82,11 +88,14 @@ class Target(NamedTuple):
     """The parameters in the checkpoint that it consists of; (): it is copied from the base."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    scale: tuple[str, tuple[int, ...]] | None = None
+    """Name and shape of the float32 scale beside a tensor in 8 bits (quantized.py); None: it is not."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in its file."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        """Bytes of the tensor in its file, and of its scale."""
+        beside = math.prod(self.scale[1]) * 4 if self.scale else 0
+        return math.prod(self.shape) * self.dtype.itemsize + beside
 
 
 Files = dict[str, dict[str, Target]]
@@ -136,8 +145,12 @@ def _export(
             manifest = read_manifest(checkpoint)
             state = read_state(manifest)
             about = state.about
+            parts = read_parts(state)
             check_base(state, base.folder)
-            files = plan_files(base, cfg)
+            quantizer = None
+            if cfg.quantized != "none":
+                quantizer = how_to_quantize(cfg.quantized, state, parts[-1])
+            files = plan_files(base, cfg, quantizer)
         averaged = last_checkpoints(manifest, cfg.average_checkpoints, group)
         with _together(group, checkpoint, folder):
             if group.rank == 0:
@@ -154,7 +167,7 @@ def _export(
             mine = deal_out(files, group.size)[group.rank]
             in_threads(
                 (
-                    partial(_write_and_compare, scratch / file, files[file], stored, base, state.frozen)
+                    partial(_write, scratch / file, files[file], stored, base, state.frozen, quantizer)
                     for file in mine
                 ),
                 _FILES_AT_ONCE,
@@ -163,9 +176,13 @@ def _export(
         with _together(group, checkpoint, folder):
             if group.rank == 0:
                 weights = _which(files, averaged)
-                parts = read_parts(state)
-                card = model_card(about, state.step, parts, state.fingerprint, weights, state.stop_tokens)
-                _write_rest(scratch, base, files, cfg, about.chat_template, card)
+                in_8_bits = None if quantizer is None else _described(quantizer, files, checkpoint)
+                card = model_card(
+                    about, state.step, parts, state.fingerprint, weights, state.stop_tokens, in_8_bits
+                )
+                _write_rest(scratch, base, files, cfg, about.chat_template, card, quantizer)
+                for note in quantizer.notes if quantizer else ():
+                    say(note)
                 _write_stops(scratch, state.stop_tokens, say)
                 write_sums(scratch)
                 for path in scratch.rglob("*"):
@@ -179,9 +196,9 @@ def _export(
             made.remove()
 
 
-def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
+def plan_files(base: HFIndex, cfg: ExportConfig, quantizer: Quantizer | None = None) -> Files:
     """The tensors of each file of the export: the files of `base`, or, if export.max_shard_gib is set, new
-    files of at most that size.
+    files of at most that size. quantizer: of a known checkpoint that is exported in 8 bits.
     """
     model = models.build_on_meta(read_config(base, say=lambda note: None))  # the run has printed the notes
     writes = match_tensors(model, base).writes
@@ -195,7 +212,10 @@ def plan_files(base: HFIndex, cfg: ExportConfig) -> Files:
         same = [name, *(each for source in sources for each in holders[source.parameter, source.part.start])]
         widest = reduce(torch.promote_types, (getattr(torch, base.tensors[each].dtype) for each in same))
         dtype = widest if cfg.dtype == "original" or not sources else getattr(torch, cfg.dtype)
-        targets[name] = Target(sources, base.tensors[name].shape, dtype)
+        target = Target(sources, base.tensors[name].shape, dtype)
+        if quantizer is not None and (scale := quantizer.scale_of(name, target.shape, sources)):
+            target = target._replace(dtype=FORMATS[quantizer.kind.fmt].dtype, scale=scale)
+        targets[name] = target
     targets = {name: targets[name] for name in base.tensors if name in targets}
     files: Files = {}
     if not cfg.max_shard_gib:
@@ -283,14 +303,33 @@ def _num_bytes(tensors: dict[str, Target]) -> int:
     return sum(target.num_bytes for target in tensors.values())
 
 
-def _write_and_compare(
+def _described(quantizer: Quantizer, files: Files, checkpoint: Path) -> str:
+    """What the model card says of an export in 8 bits."""
+    count = sum(target.scale is not None for targets in files.values() for target in targets.values())
+    return (
+        f"{quantizer.format}, {count} matrices, rounded as by {quantizer.kind.name}; the weights in float32 "
+        f"are in {checkpoint.name} of the run"
+    )
+
+
+def _write(
     path: Path,
     targets: dict[str, Target],
     stored: Sequence[StoredFiles],
     base: HFIndex,
     frozen: frozenset[str],
+    quantizer: Quantizer | None,
 ) -> None:
-    tensors = {name: _assemble(name, target, stored, base, frozen) for name, target in targets.items()}
+    """Writes a file and reads it back."""
+    tensors = dict[str, Tensor]()
+    for name, target in targets.items():
+        if target.scale is None:
+            tensors[name] = _assemble(name, target, stored, base, frozen)
+            continue
+        assert quantizer is not None
+        w_NK = _assemble(name, target._replace(dtype=torch.float32), stored, base, frozen)
+        beside = _beside(target, stored, frozen)
+        tensors[name], tensors[target.scale[0]] = quantizer.quantize(name, w_NK, target.scale[1], beside)
     save_tensors(path, tensors)
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
@@ -307,8 +346,7 @@ def _assemble(
     tensor = torch.empty(target.shape, dtype=target.dtype)
     # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
     if not target.sources or any(source.parameter in frozen for source in target.sources):
-        with safe_open(str(base.folder / base.tensors[name].file), framework="pt", device="cpu") as tensors:
-            tensor.copy_(tensors.get_tensor(name))
+        tensor.copy_(read_box(lambda file: open_tensors(base.folder / file), base, name))
     for parameter, shape, part in target.sources:
         if parameter in frozen:
             continue
@@ -325,6 +363,18 @@ def _assemble(
     return tensor
 
 
+def _beside(target: Target, stored: Sequence[StoredFiles], frozen: frozenset[str]) -> dict[str, Tensor]:
+    """The scales of a weight that the run itself stores in INT8, if it is exported as it is."""
+    prefix, scale_N1 = INT8_SCALE, torch.empty(target.shape[0], 1)
+    for parameter, shape, part in target.sources:
+        name = f"{prefix}/{parameter}"
+        if len(stored) > 1 or parameter in frozen or name not in stored[0].manifest.shards:
+            return {}
+        rows = scale_N1[region(part)[0]]
+        stored[0].read(name, [Piece(rows, (part.start[0], 0))], (shape[0], 1), torch.float32)
+    return {prefix: scale_N1}
+
+
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     # Compares bytes, so that NaN equals itself and -0.0 differs from 0.0.
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
@@ -332,7 +382,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_rest(
-    scratch: Path, base: HFIndex, files: Files, cfg: ExportConfig, chat_template: str | None, card: str
+    scratch: Path,
+    base: HFIndex,
+    files: Files,
+    cfg: ExportConfig,
+    chat_template: str | None,
+    card: str,
+    quantizer: Quantizer | None,
 ) -> None:
     for path in _copied(base.folder):
         to = scratch / path.relative_to(base.folder)
@@ -355,13 +411,27 @@ def _write_rest(
     parameters = {source.parameter for target in words for source in target.sources}
     if len(parameters) > 1 and facts.tied:  # other readers would drop the head
         corrections["tie_word_embeddings"] = False
-    if corrections:
-        write_json(scratch / "config.json", read_json(scratch / "config.json") | corrections)
+    if quantizer is not None:
+        stored = {name: target for targets in files.values() for name, target in targets.items()}
+        in_8_bits = {name for name, target in stored.items() if target.scale}
+        shapes = {name: stored[name].shape for name in base.tensors if name in stored}
+        high = modules_that_stay_high(shapes, in_8_bits, facts.word_names)
+        corrections["quantization_config"] = quantizer.config(high)
+    content = read_json(scratch / "config.json")
+    kept = {key: value for key, value in content.items() if key not in QUANTIZED_KEYS}
+    if corrections or len(kept) < len(content):
+        write_json(scratch / "config.json", kept | corrections)
     if chat_template is not None:
         write_text(scratch / "chat_template.jinja", chat_template)
     if len(files) > 1 or (base.has_index_file and not cfg.max_shard_gib):
         file_of = {name: file for file, tensors in files.items() for name in tensors}
-        weight_map = {name: file_of[name] for name in base.tensors if name in file_of}
+        beside = {name: t.scale for tensors in files.values() for name, t in tensors.items() if t.scale}
+        weight_map = {
+            each: file_of[name]
+            for name in base.tensors
+            if name in file_of
+            for each in (name, *beside.get(name, ())[:1])
+        }
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
     write_text(scratch / "README.md", card)

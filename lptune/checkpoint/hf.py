@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lptune import models
 from lptune.base.errors import UserError
 from lptune.checkpoint.adapter import equal_values, match_tensors, read_piece
+from lptune.checkpoint.dequantize import read_box
 from lptune.distributed import World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index
@@ -61,8 +62,9 @@ def read_config(index: HFIndex, say: Callable[[str], None], backend: str = "auto
     """The facts of a folder, from config.json and from the stored tensors.
 
     If config.json ties the head to the embeddings, but the folder stores both with different values, the head
-    is not tied, as in transformers 5. say: gets a line for this, for an index file that is ignored, and for
-    each setting of config.json that is not applied. backend: the key `model.backend`. Raises UserError as
+    is not tied, as in transformers 5. say: gets a line for this, for an index file that is ignored, for
+    quantized weights, and for each setting of config.json that is not applied. backend: the key
+    `model.backend`. Raises UserError as
     `models.read_config` does.
     """
     config = models.read_config(index.folder, backend)
@@ -70,6 +72,11 @@ def read_config(index: HFIndex, say: Callable[[str], None], backend: str = "auto
         say(f"note: {index.folder / 'config.json'}: {note}")
     if not index.has_index_file and (index.folder / INDEX_NAME).exists():
         say(f"note: {index.folder / INDEX_NAME}: not read, {SINGLE_NAME} is (as in transformers)")
+    if formats := {each.quantized.format for each in index.tensors.values() if each.quantized}:
+        say(
+            f"note: {index.folder}: weights in {', '.join(sorted(formats))} are dequantized while they are "
+            "read; an export has them in high precision, if export.quantized does not say otherwise"
+        )
     embedding, head = config.word_names
     if config.tied and not equal_values(index, [name for name in (embedding, head) if name in index.tensors]):
         say(
@@ -149,9 +156,10 @@ def _open(opened: ExitStack, folder: Path, file: str) -> Any:
 
 
 def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) of every stored tensor, one at a time, file by file."""
+    """Yields (name, tensor) of every weight, one at a time, file by file; float32 if it is quantized."""
     for file in index.files:
-        with open_tensors(index.folder / file) as tensors:
+        with ExitStack() as opened:
+            open_file = functools.cache(functools.partial(_open, opened, index.folder))
             for name, stored in index.tensors.items():
                 if stored.file == file:
-                    yield name, tensors.get_tensor(name)
+                    yield name, read_box(open_file, index, name)

@@ -347,7 +347,10 @@ class Run:
         count = self.cfg.export.average_checkpoints
         averages = "the moving averages in " * bool(self.cfg.optimizer.ema_decay and self.cfg.export.ema)
         what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
-        self.world.print(f"export: {self.folder.export} (read back and compared with {what})")
+        high = ""
+        if self.cfg.export.quantized != "none":
+            high = f"; in {self.cfg.export.quantized}, {checkpoint} has the weights in float32"
+        self.world.print(f"export: {self.folder.export} (read back and compared with {what}{high})")
 
     def _to_export(self) -> Path:
         """The checkpoint that `export` exports. A collective."""

@@ -330,7 +330,8 @@ def _owner(path: Path) -> str:
 
 def _form(cfg: ExportConfig) -> dict[str, Any]:
     averages = {"average_checkpoints": cfg.average_checkpoints, "ema": cfg.ema}
-    return {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib), **averages}
+    form = {"dtype": cfg.dtype, "max_shard_gib": float(cfg.max_shard_gib), "quantized": cfg.quantized}
+    return form | averages
 
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
@@ -345,7 +346,8 @@ def _read_exported(path: Path, export: Path) -> dict[str, Any]:
                 raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
     except UserError as error:
         raise UserError(f"{error}; remove that file to export again to {export}") from None
-    return {"average_checkpoints": 1, "ema": True} | held  # older versions had no averages
+    # Older versions had none of these.
+    return {"average_checkpoints": 1, "ema": True, "quantized": "none"} | held
 
 
 @contextmanager

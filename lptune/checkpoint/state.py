@@ -54,6 +54,8 @@ class About:
     """`export.average_checkpoints`. A checkpoint of an older version has no value of it."""
     ema: bool = True
     """`export.ema`; the same holds of it."""
+    quantized: str = "none"
+    """`export.quantized`; the same holds of it."""
 
 
 def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
@@ -69,6 +71,7 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
         torch=str(torch.__version__),
         average_checkpoints=cfg.export.average_checkpoints,
         ema=cfg.export.ema,
+        quantized=cfg.export.quantized,
     )
     return asdict(about)
 
@@ -176,7 +179,7 @@ class RunState:
         """The block `about`, which an export needs."""
         block, types = self.content.get("about"), get_type_hints(About)
         if isinstance(block, dict):
-            block = {"average_checkpoints": 1, "ema": True} | block
+            block = {"average_checkpoints": 1, "ema": True, "quantized": "none"} | block
         if not isinstance(block, dict) or block.keys() != types.keys():
             raise UserError(
                 f"{self.path}: does not say what it is a checkpoint of; another version of lptune wrote it: "

@@ -13,7 +13,7 @@ from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.cli import interrupts
 from lptune.cli.places import PathArgument, check_new_folder
-from lptune.config import ExportConfig
+from lptune.config import EXPORT_FORMATS, ExportConfig
 
 if TYPE_CHECKING:
     from lptune.checkpoint import Manifest
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     default=None,
     help="Export the moving averages of the weights, or the weights of the last step.  [default: the run's]",
 )
+@click.option(
+    "--quantized",
+    type=click.Choice(EXPORT_FORMATS),
+    help="Store what was trained in 8 bits in this format of servers.  [default: the run's]",
+)
 @click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
 @click.option("--private", is_flag=True, help="Make the repository on the hub private.")
 def export(
@@ -50,6 +55,7 @@ def export(
     max_shard_gib: float | None,
     average: int | None,
     ema: bool | None,
+    quantized: str | None,
     repo: str | None,
     private: bool,
 ) -> None:
@@ -85,6 +91,7 @@ def export(
         max_shard_gib=about.max_shard_gib if max_shard_gib is None else max_shard_gib,
         average_checkpoints=about.average_checkpoints if average is None else average,
         ema=about.ema if ema is None else ema,
+        quantized=about.quantized if quantized is None else quantized,
     )
     with interrupts.Undoing():
         export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
@@ -92,7 +99,10 @@ def export(
     what = f"the mean of {count} checkpoints up to {manifest.folder}"
     if count == 1:
         what = f"{'the moving averages in ' * (cfg.ema and has_averages)}{manifest.folder}"
-    click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {what})")
+    high = ""
+    if cfg.quantized != "none":
+        high = f"; in {cfg.quantized}, {manifest.folder} has the weights in float32"
+    click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {what}{high})")
     if repo is not None:
         click.echo(f"pushed: {_push(dest, repo, private, manifest.step)}")
 

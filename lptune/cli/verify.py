@@ -91,7 +91,8 @@ def _verify_hf(folder: Path) -> str:
             raise UserError(
                 f"{file}: tensor {name!r} has {num_bad} values that are not finite; get the checkpoint again"
             )
-    dtypes = Counter(stored.dtype for stored in index.tensors.values())
+    stored = index.tensors.values()
+    dtypes = Counter(each.quantized.format if each.quantized else each.dtype for each in stored)
     summary = ", ".join(f"{count} in {dtype}" for dtype, count in dtypes.items())
     size = models.num_parameters(model) / 1e6
     as_sent = f", {num_hashed} file(s) with the hub's sha256" if num_hashed else ""

@@ -30,6 +30,7 @@ from lptune.config.recipes import (
     TeacherConfig,
 )
 from lptune.config.schema import (
+    EXPORT_FORMATS,
     CheckpointConfig,
     DataConfig,
     ExportConfig,
@@ -77,6 +78,7 @@ __all__ = [
     "HarnessConfig",
     "EvaluatedConfig",
     "EvaluationDataConfig",
+    "EXPORT_FORMATS",
     "ExportConfig",
     "FinetuneConfig",
     "GenerateConfig",

@@ -217,6 +217,10 @@ class CheckpointConfig:
         at_least("checkpoint.keep_best", self.keep_best, 0)
 
 
+EXPORT_FORMATS = ("none", "int8", "float8", "float8_block")
+"""The values of `export.quantized`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """The Hugging Face folder written at the end."""
@@ -232,11 +236,16 @@ class ExportConfig:
     """Export the mean of this many checkpoints, the last ones of the run, instead of the last one alone."""
     ema: bool = True
     """Export the moving averages of the weights where the run keeps them (optimizer.ema_decay)."""
+    quantized: str = "none"
+    """none | int8 | float8 | float8_block: store the weights that were trained in 8 bits in such a format of
+    servers, with training's own scales where precision.kind has them (docs/export.md). `dtype` is that of the
+    others."""
 
     def __post_init__(self) -> None:
         at_least("export.average_checkpoints", self.average_checkpoints, 1)
         at_least("export.max_shard_gib", self.max_shard_gib, 0)
         one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
+        one_of("export.quantized", self.quantized, EXPORT_FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,6 +369,11 @@ class RunConfig:
         if self.export.enabled:
             keep = self.checkpoint
             check_average(self.export.average_checkpoints, keep.every_steps, keep.keep_last)
+            if self.export.quantized != "none" and self.precision.is_none:
+                raise UserError(
+                    f"export.quantized: {self.export.quantized} stores what was trained in 8 bits, and "
+                    "precision.kind=none trains nothing in them; choose a kind, or leave export.quantized out"
+                )
         if self.optimizer.ema_decay and self.export.ema and self.export.average_checkpoints > 1:
             raise UserError(
                 "optimizer.ema_decay and export.average_checkpoints are two averages of the weights, and an "

@@ -39,10 +39,11 @@ from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_float32_gr
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.weights.row_tensor import RowTensor
-from lptune.linear.weights.stored import fill_stored, is_stored_in_place, stored_beside
+from lptune.linear.weights.stored import INT8_SCALE, fill_stored, is_stored_in_place, stored_beside
 
 __all__ = [
     "FSDP_AXIS",
+    "INT8_SCALE",
     "PLAN_COLUMNS",
     "READ_ONE_INPUT",
     "ComputeWeights",

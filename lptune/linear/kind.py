@@ -12,7 +12,7 @@ Shapes: T tokens, K in_features, N out_features (of a rank's part under tensor p
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -260,6 +260,21 @@ class Kind(ABC):
     def header_bytes(self) -> int:
         """Bytes before each gathered row, for its scale; 0 if scales are not sent."""
         return HEADER_BYTES if self.row_scales else 0
+
+    # --- What an export stores in 8 bits.
+
+    served_as: ClassVar[str | None] = None
+    """The `export.quantized` whose folder has this kind's own 8-bit weights; None: no format has them."""
+
+    def quantize_to_serve(
+        self, spec: LinearSpec, w_NK: Tensor, compute_dtype: torch.dtype, beside: Mapping[str, Tensor]
+    ) -> Quantized:
+        """8-bit values and scales of a whole weight, bitwise those that `forward` multiplies by.
+
+        w_NK: any float dtype. beside: what a checkpoint stores beside it (weights/stored.py), by prefix.
+        """
+        shard = Shard(w_NK, 0, w_NK.shape[0], self.weight_block, compute_dtype)
+        return self.quantize_shard(spec, shard, lambda amax: amax)
 
     # --- How tokens travel in 8 bits, under tensor parallelism.
 

@@ -14,6 +14,7 @@ from typing import Any
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig
 from lptune.models.defaults import DEFAULTS, check_types, may_be_null
 from lptune.models.keys import Keys
+from lptune.models.quantized import read_scheme
 from lptune.models.rope_config import ROPE_KINDS, read_rope, read_rope_per_layer_type
 
 MAX_LAYERS = 4096
@@ -387,14 +388,7 @@ def _check_supported(keys: Keys) -> str:
         raise keys.error(
             "model_type", f"{family!r} is neither one of {supported} nor a causal model that transformers has"
         )
-    quantization = keys.get("quantization_config")
-    quantization = keys.get("compression_config") if quantization is None else quantization
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise keys.error(
-            "quantization_config",
-            f"the checkpoint is quantized ({method}); start from its unquantized original",
-        )
+    read_scheme(keys)
     names = keys.get("architectures")
     if names and not isinstance(names, list):
         raise keys.error("architectures", f"expected a list of names, found {names!r}")

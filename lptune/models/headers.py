@@ -8,11 +8,14 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lptune.base.errors import UserError
 from lptune.base.model_folder import check_model_files, check_model_folder
 from lptune.models.keys import Keys
+
+if TYPE_CHECKING:
+    from lptune.models.quantized import Quantized
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -29,11 +32,15 @@ DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its safetensors header describes it: file name, shape, torch's name of its dtype."""
+    """A weight as the headers describe it: file name, shape, torch's name of its dtype. Of a quantized weight
+    these are what it stands for.
+    """
 
     file: str
     shape: tuple[int, ...]
     dtype: str
+    quantized: "Quantized | None" = None
+    """How it is stored, if not as floats."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,8 @@ def is_of_run(folder: Path) -> bool:
 
 def read_index(folder: Path, key: str = "model.path") -> HFIndex:
     """Reads the safetensors headers of a folder. key: of the config, for messages. Raises UserError if the
-    folder cannot be loaded: no safetensors, an adapter, a run's folder, a file that is missing or damaged, a
-    dtype that is not a float.
+    folder cannot be loaded: no safetensors, an adapter, a run's folder, a file that is missing or damaged,
+    and as `quantized.resolve` does.
     """
     check_model_folder(folder, key)
     check_model_files(folder)
@@ -74,7 +81,7 @@ def read_index(folder: Path, key: str = "model.path") -> HFIndex:
     # If both exist, transformers reads the single file. Some folders also contain the same weights in another
     # layout, in other files.
     if (folder / SINGLE_NAME).is_file():
-        return HFIndex(folder, read_header(folder / SINGLE_NAME), False)
+        return _index(folder, read_header(folder / SINGLE_NAME), False)
     if index_path.exists():
         weight_map = _weight_map(index_path)
         tensors: dict[str, StoredTensor] = {}
@@ -91,7 +98,7 @@ def read_index(folder: Path, key: str = "model.path") -> HFIndex:
                         "checkpoint again"
                     )
                 tensors[name] = stored[name]
-        return HFIndex(folder, {name: tensors[name] for name in weight_map}, True)
+        return _index(folder, {name: tensors[name] for name in weight_map}, True)
     files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
     if (folder / "adapter_config.json").exists():
         raise UserError(
@@ -99,7 +106,7 @@ def read_index(folder: Path, key: str = "model.path") -> HFIndex:
             "merge_and_unload, save_pretrained)"
         )
     if len(files) == 1:
-        return HFIndex(folder, read_header(files[0]), False)
+        return _index(folder, read_header(files[0]), False)
     if files:
         raise UserError(
             f"{folder}: holds {len(files)} safetensors files but no {INDEX_NAME}; download it again"
@@ -111,6 +118,12 @@ def read_index(folder: Path, key: str = "model.path") -> HFIndex:
             "safetensors (transformers: save_pretrained)"
         )
     raise UserError(f"{folder}: holds no *.safetensors file; give the folder of a Hugging Face checkpoint")
+
+
+def _index(folder: Path, tensors: dict[str, StoredTensor], has_index_file: bool) -> HFIndex:
+    from lptune.models.quantized import resolve  # it imports this file
+
+    return HFIndex(folder, resolve(folder, tensors), has_index_file)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -126,18 +139,13 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, by name. Raises UserError if it is not such a file, or if the dtype
-    of a tensor is not a float dtype.
+    """The tensors of a safetensors file, by name. A dtype that is no float keeps safetensors' spelling.
+    Raises UserError if it is not such a file.
     """
     found = {}
     for name, (stored_as, shape) in read_shapes(path).items():
-        dtype = DTYPES.get(stored_as)
-        if dtype is None and not DERIVED.search(name):
-            raise UserError(
-                f"{path}: tensor {name!r} is stored as {stored_as}; only {', '.join(DTYPES)} can be trained "
-                "(a quantized checkpoint cannot)"
-            )
-        found[name] = StoredTensor(path.name, shape, dtype or "float32")
+        dtype = "float32" if DERIVED.search(name) else DTYPES.get(stored_as, stored_as)
+        found[name] = StoredTensor(path.name, shape, dtype)
     return found
 
 

@@ -46,7 +46,7 @@ COMMANDS = [
     (HEAVY, f"run {RUN} model.path=nowhere", "model.path: nowhere is not a folder; `lptune download`"),
     (HEAVY, f"run {RUN} data.source=rows.jsnl.json", "rows.jsnl.json: no such file; set data.source"),
     (HEAVY, f"run {RUN} precision.kind=float8_rowwise", "float8_rowwise needs a device"),
-    *((NO_TORCH, f"{command} --config eight.yaml", "the checkpoint is quantized (fp8)") for command in (
+    *((NO_TORCH, f"{command} --config eight.yaml", "the checkpoint is quantized (gptq)") for command in (
         "run full_finetune", "validate full_finetune", "plan", "advise",
     )),
     *((NO_TORCH, command, "") for command in (
@@ -58,7 +58,7 @@ COMMANDS = [
 def test_what_needs_no_torch_imports_none(tmp_path: Path) -> None:
     write_model(tmp_path / "m")
     eight = write_model(tmp_path / "eight") / "config.json"
-    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
     eight.write_text(json.dumps(json.loads(eight.read_text()) | quantized))
     (tmp_path / "eight.yaml").write_text("model: {path: eight}\ndata: {source: builtin}\ndevice: cpu\n")
     (tmp_path / "theirs.yaml").write_text("base_model: /m\ndatasets: [{path: a.jsonl}]\n")

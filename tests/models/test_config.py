@@ -80,7 +80,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no family": ({"model_type": None}, "expected one of llama"),
     "multimodal": ({"model_type": "gemma3", "text_config": {}, "vision_config": {}}, "multimodal"),
     "multimodal gemma": ({"model_type": "gemma3"}, "multimodal"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantized (fp8)"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq)"),
     "classifier": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
     "experts": ({"num_local_experts": 8}, "mixtures of experts"),
     "residual dropout": ({"model_type": "phi3", "resid_pdrop": 0.1}, "found 0.1"),

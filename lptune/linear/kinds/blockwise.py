@@ -169,6 +169,7 @@ class Float8Blockwise(Blockwise):
     """
 
     name = "float8_blockwise"
+    served_as = "float8_block"
     fmt = "e4m3"
     operations = ("block_gemm",)
     size = 128

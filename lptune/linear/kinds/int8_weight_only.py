@@ -16,17 +16,19 @@ these errors add up like a random walk. Use this kind for models that otherwise 
 Shapes: T tokens, K in_features, N out_features.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lptune.kernels import GRAD_INPUT, OUTPUT, weight_only_mm
+from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, weight_only_mm
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.module import LowPrecisionLinear
 from lptune.linear.shared_input import Once
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, quantized, row_scales
+from lptune.linear.weights.stored import INT8_SCALE
 
 
 class Int8WeightLinear(LowPrecisionLinear):
@@ -81,6 +83,7 @@ class Int8WeightOnly(Kind):
     """
 
     name = "int8_weight_only"
+    served_as = "int8"
     fmt = "int8"
     operations = ()  # no GEMM in 8 bits
     row_scales = True  # a gather sends each row with its scale
@@ -113,6 +116,13 @@ class Int8WeightOnly(Kind):
         """See Kind. w_NK: an Int8Weight."""
         gx_TK = _mm(g_TN, w_NK, False, layer, GRAD_INPUT) if needs_grad_input else None
         return gx_TK, g_TN.t() @ saved[0] if needs_grad_weight else None
+
+    def quantize_to_serve(
+        self, spec: LinearSpec, w_NK: Tensor, compute_dtype: torch.dtype, beside: Mapping[str, Tensor]
+    ) -> Quantized:
+        """See Kind. The stored q and scales: no rounding, where `beside` has the scales."""
+        rows = Int8Weight.from_float(w_NK, beside.get(INT8_SCALE))
+        return Quantized(rows.q_NK, rows.scale_N1)
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.fmt} weight"

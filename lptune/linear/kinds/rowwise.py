@@ -302,6 +302,7 @@ class Int8Rowcol(Rowwise):
     """
 
     name = "int8_rowcol"
+    served_as = "int8"
     fmt = "int8"
     operations = ("int8_gemm",)
 
@@ -337,6 +338,7 @@ class Float8Rowwise(Rowwise):
     """
 
     name = "float8_rowwise"
+    served_as = "float8"
     fmt = "e4m3"
     power_of_two = True
     operations = ("float8_gemm", "float8_rowwise_gemm")

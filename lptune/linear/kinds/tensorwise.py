@@ -189,6 +189,7 @@ class Int8Tensorwise(Tensorwise):
     """
 
     name = "int8_tensorwise"
+    served_as = "int8"
     fmt = "int8"
     operations = ("int8_gemm",)
 
@@ -197,6 +198,7 @@ class Float8Tensorwise(Tensorwise):
     """`float8_tensorwise`: e4m3, gradients in e5m2, with one scale per tensor."""
 
     name = "float8_tensorwise"
+    served_as = "float8"
     fmt = "e4m3"
     operations = ("float8_gemm",)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from lptune.linear.dtensors import on_this_rank
 from lptune.linear.weights.int8_weight import int8_rows, row_scales
 
-_INT8_SCALE = "int8_scale"
+INT8_SCALE = "int8_scale"
+"""The prefix of an Int8Weight's scales, (N, 1) float32."""
 
 
 def is_stored_in_place(tensor: Tensor) -> bool:
@@ -34,7 +35,7 @@ def stored_beside(weight: Tensor) -> dict[str, Tensor]:
     """The live tensors that a checkpoint stores beside the values of `weight`, by the prefix of their name.
     They have the placements of `weight`.
     """
-    return {} if int8_rows(weight) is None else {_INT8_SCALE: row_scales(weight)}
+    return {} if int8_rows(weight) is None else {INT8_SCALE: row_scales(weight)}
 
 
 def fill_stored(weight: Tensor, values: Tensor, beside: Mapping[str, Tensor]) -> None:
@@ -45,5 +46,5 @@ def fill_stored(weight: Tensor, values: Tensor, beside: Mapping[str, Tensor]) ->
     """
     rows = int8_rows(weight)
     assert rows is not None
-    scale = beside.get(_INT8_SCALE)
+    scale = beside.get(INT8_SCALE)
     rows.fill_from(on_this_rank(values), None if scale is None else on_this_rank(scale))

@@ -19,6 +19,7 @@ from lptune.base.errors import UserError
 from lptune.models.facts import Facts, Layer
 from lptune.models.headers import read_index
 from lptune.models.keys import Keys
+from lptune.models.quantized import QUANTIZED_KEYS, read_scheme
 
 if TYPE_CHECKING:
     from lptune.models.hf.model import HFModel
@@ -99,8 +100,8 @@ class HFFacts(Facts):
 def read(keys: Keys, folder: Path) -> HFFacts | None:
     """The facts of a folder whose model type transformers has; None: it has no such causal language model.
 
-    Raises UserError for a quantized checkpoint, code that comes with it, settings that transformers refuses,
-    and a model that lptune cannot train exactly.
+    Raises UserError for a quantized format that lptune does not read, code that comes with it, settings that
+    transformers refuses, and a model that lptune cannot train exactly.
     """
     text = keys.get("text_config")
     given = dict(text) if isinstance(text, dict) else keys.given
@@ -158,12 +159,7 @@ def _check(keys: Keys) -> None:
             f"{keys.get('model_type')!r} is built by transformers {oldest} or newer, found {found}; "
             f"run: {sys.executable} -m pip install -U transformers",
         )
-    for key in ("quantization_config", "compression_config"):
-        if (found := keys.get(key)) is not None:
-            method = found.get("quant_method") if isinstance(found, dict) else found
-            raise keys.error(
-                key, f"the checkpoint is quantized ({method}); start from its unquantized original"
-            )
+    read_scheme(keys)
     if isinstance(count := keys.get("num_hidden_layers"), int) and count > _MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"{count} is more than any model has; download the file again")
     names = keys.get("architectures")
@@ -185,6 +181,8 @@ def config_of(content: str, where: str) -> Any:
 
     given: dict[str, Any] = json.loads(content, object_hook=_number)
     given.pop("auto_map", None)  # names code of the checkpoint, which never runs
+    for key in QUANTIZED_KEYS:
+        given.pop(key, None)
     try:
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     except Exception as error:  # transformers raises what its checks raise

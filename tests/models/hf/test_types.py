@@ -209,8 +209,8 @@ def test_what_cannot_be_built_is_refused_in_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match=r"'t5' is neither one of llama"):
         read(model_type="t5")
-    with pytest.raises(UserError, match=r"quantized .mxfp4."):
-        read(model_type="gpt_oss", quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(UserError, match=r"quantized .gptq."):
+        read(model_type="gpt_oss", quantization_config={"quant_method": "gptq"})
     with pytest.raises(UserError, match="ForCausalLM"):
         read(model_type="cohere2", architectures=["Cohere2Model"])
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
