@@ -26,7 +26,7 @@ torch's fused AdamW, which shares its state and groups with this class.
 
 Like torch's fused optimizers it does nothing in a step where its attribute `found_inf`, a 0-dimensional
 float32 tensor on the device of the parameters, is 1. Only the host cannot know: it counts an update for
-the random bits until `recount` tells it to count anew.
+the random bits until `take_back` looks at what the device has counted.
 """
 
 import math
@@ -94,12 +94,13 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 if parameter.grad is not None and parameter not in self._plain_ones:
                     self._update(parameter, group, found_inf)
 
-    def recount(self) -> None:
+    def take_back(self) -> None:
         """After a step in which `found_inf` was 1 for some parameters: the next one draws the bits that it
-        would have drawn.
+        would have drawn. The host waits for the device.
         """
         for state in self.state.values():
-            state.pop("num_updates", None)
+            if "num_updates" in state:
+                state["num_updates"] = int(state["step"])
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
         state, stored = self.state[parameter], self.storages(parameter)
@@ -108,7 +109,7 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
             state |= new_state(stored, parameter)
             state["num_updates"] = 0
         if "num_updates" not in state:
-            # Once after a resume or `recount`; then counted here, as reading it waits for the device.
+            # Once after a resume; from there on counted here, as reading it waits for the device.
             state["num_updates"] = int(state["step"])
         state["num_updates"] += 1
         state["step"] += 1

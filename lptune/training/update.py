@@ -104,7 +104,7 @@ class Update:
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
         if isinstance(self._optimizer, ChunkedAdamW):
-            self._optimizer.recount()
+            self._optimizer.take_back()
         return self._last
 
     def before_backward(self, loss: Tensor) -> None:

@@ -17,6 +17,7 @@ from lptune.training.in_backward import UpdateInBackward, build_update
 from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun
+from tests.training.test_update import host_reads
 
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adamw": ("int8_rowcol", {}, {"activation_checkpointing": "full"}),
@@ -249,6 +250,17 @@ def test_a_resume_clips_by_the_norm_that_was_saved() -> None:
             loop.step(1)
         assert _differing(whole.state(), resumed.state()) == []
         assert _differing(whole.state(), forgetful.state()) != []
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_the_host_reads_once_a_step(kind: str) -> None:
+    with distributed.session("cpu") as world:
+        loop = _Loop(kind, world, in_backward=True, max_grad_norm=0.1)
+        layers = [each for each in loop.run.model.modules() if isinstance(each, linear.LowPrecisionLinear)]
+        for step in range(2):
+            with host_reads([each.handle for each in layers]) as reads:
+                loop.step(step)
+            assert reads == ["tolist"]
 
 
 def test_the_order_of_loss_and_backward_and_their_number_are_checked() -> None:
