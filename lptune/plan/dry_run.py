@@ -41,7 +41,7 @@ from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
 from lptune.plan import memory
 from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
-from lptune.training.in_backward import build_update
+from lptune.training.in_backward import UpdateInBackward, build_update
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
 from lptune.training.planned import PlannedStep
@@ -296,6 +296,8 @@ def _run_steps(
                 log.repeat(times, copies.get)
         log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
         log.repeat(times, lambda parameter: parameter.grad)
+        if isinstance(update, UpdateInBackward):
+            log.repeat(times, update.norm_of)
         begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         total.update(log.collectives)

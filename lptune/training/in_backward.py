@@ -140,6 +140,12 @@ class UpdateInBackward(Update):
         if len(finished) == len(together):
             self._update(self._finished.pop(together[0]))
 
+    def norm_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The norm of its gradient on this rank (0 where another rank counts it), which is kept from its
+        update to the end of the step.
+        """
+        return self._norms.get(parameter)
+
     def _update(self, parameters: list[nn.Parameter]) -> None:
         """Updates `parameters`, and frees their gradients. A collective."""
         assert self._bad_loss is not None
