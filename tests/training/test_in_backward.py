@@ -258,7 +258,11 @@ def test_the_host_reads_once_a_step(kind: str) -> None:
         loop = _Loop(kind, world, in_backward=True, max_grad_norm=0.1)
         layers = [each for each in loop.run.model.modules() if isinstance(each, linear.LowPrecisionLinear)]
         for step in range(2):
-            with host_reads([each.handle for each in layers]) as reads:
+            batch = tiny_run.micro_batch(step, 0, 0)
+            with (
+                mock.patch.object(tiny_run, "micro_batch", return_value=batch),
+                host_reads([each.handle for each in layers]) as reads,
+            ):
                 loop.step(step)
             assert reads == ["tolist"]
 
