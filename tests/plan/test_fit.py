@@ -16,6 +16,7 @@ from torch import nn
 
 from lptune import distributed, models, training
 from lptune.base.errors import UserError
+from lptune.base.text import size_text
 from lptune.checkpoint.disk import disk_report
 from lptune.config import (
     CheckpointConfig,
@@ -118,8 +119,7 @@ def test_each_remedy_was_planned_and_is_what_its_keys_take() -> None:
     ]
     cfg, num_ranks = _changed(lines[-1])
     again = dry_run(cfg, TINY, num_ranks, device)
-    assert f"a peak of {again.peak_bytes / 1e3:,.1f} kB" in lines[-1]
-    assert f"and {again.host_bytes / 1e3:,.1f} kB of host memory a rank" in lines[-1]
+    assert f"a peak of {size_text(again.peak_bytes)} and {size_text(again.host_bytes)} of host" in lines[-1]
     assert all(verdict_of(line) == "does not fit" for line in lines)
 
 
