@@ -48,12 +48,12 @@ def main(cfg: PretrainConfig) -> None:
         for step in steps:
             for batch in step.shadow_batches():
                 loss_N = batch_losses(model, batch, rows.train.num_sources, world)
-                (loss_N.sum() * step.loss_factor).backward()
                 step.add(loss_N)
+                (loss_N.sum() * step.loss_factor).backward()
             for batch in step.batches():
                 loss_N = batch_losses(model, batch, rows.train.num_sources, world)
-                (loss_N.sum() * step.loss_factor).backward()
                 step.add(loss_N)
+                (loss_N.sum() * step.loss_factor).backward()
             step.update()
             sums_N, targets_N = step.loss_sum, step.num_targets_by_source()
             step.record(**training.losses_by_source("loss", sums_N, targets_N, cfg.source_names, world))

@@ -56,12 +56,12 @@ def main(cfg: DistillConfig) -> None:
         for step in steps:
             for batch in step.shadow_batches():
                 loss = batch_loss(model, teacher, batch, world)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
             for batch in step.batches():
                 loss = batch_loss(model, teacher, batch, world)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
             step.update()
             if step.eval_due:
                 step.record(eval_loss=evaluate(model, rows.held_out, cfg, world))

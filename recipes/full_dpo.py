@@ -52,13 +52,13 @@ def main(cfg: PreferenceConfig) -> None:
         for step in steps:
             for batch in step.shadow_batches():
                 loss, _ = batch_loss(model, batch, reference.get("train"), cfg, world)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
             sums_M = torch.zeros(len(training.METRICS), device=world.device)
             for batch in step.batches():
                 loss, metrics_M = batch_loss(model, batch, reference.get("train"), cfg, world)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
                 sums_M += metrics_M
             step.update()
             step.record(**training.mean_metrics(sums_M, step.count, world))

@@ -49,12 +49,12 @@ def main(cfg: FinetuneConfig) -> None:
             # If a check is due: one micro-batch in 8 bits and in high precision, which trains nothing.
             for batch in step.shadow_batches():
                 loss = batch_loss(model, batch, world, step.loss_factor)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
             for batch in step.batches():
                 loss = batch_loss(model, batch, world, step.loss_factor)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
             step.update()  # clips, steps, clears gradients; if one or the loss is not finite, only clears
             if step.eval_due:
                 step.record(eval_loss=evaluate(model, rows.held_out, cfg, world))

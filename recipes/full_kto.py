@@ -52,13 +52,13 @@ def main(cfg: KtoConfig) -> None:
             z = training.unrelated_ratio(model, step.mismatched_batches(), reference["train"], world)
             for batch in step.shadow_batches():
                 loss, _ = batch_loss(model, batch, rows.train, reference["train"], z, cfg)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
             sums_M = torch.zeros(len(training.SUMS), device=world.device)
             for batch in step.batches():
                 loss, found_M = batch_loss(model, batch, rows.train, reference["train"], z, cfg)
-                (loss * step.loss_factor).backward()
                 step.add(loss)
+                (loss * step.loss_factor).backward()
                 sums_M += found_M
             step.update()
             step.record(**training.kto_metrics(sums_M, z, world))

@@ -64,8 +64,7 @@ def read_config(index: HFIndex, say: Callable[[str], None], backend: str = "auto
     If config.json ties the head to the embeddings, but the folder stores both with different values, the head
     is not tied, as in transformers 5. say: gets a line for this, for an index file that is ignored, for
     quantized weights, and for each setting of config.json that is not applied. backend: the key
-    `model.backend`. Raises UserError as
-    `models.read_config` does.
+    `model.backend`. Raises UserError as `models.read_config` does.
     """
     config = models.read_config(index.folder, backend)
     for note in config.notes:

@@ -72,10 +72,10 @@ class TrainingState(Protocol):
     @property
     def low(self) -> LowPrecision: ...
 
-    def counts(self) -> dict[str, int]:
-        """The numbers of skipped steps, by their name in state.json."""
+    def counts(self) -> dict[str, float]:
+        """The numbers of skipped steps, and perhaps a gradient norm, by their name in state.json."""
 
-    def restore_counts(self, saved: Mapping[str, int]) -> None:
+    def restore_counts(self, saved: Mapping[str, float]) -> None:
         """Goes on from the `counts` of a checkpoint."""
 
 
@@ -99,7 +99,7 @@ class Run:
         self._has_metrics = False  # metrics.jsonl may be of another run, which `begin` sets aside
         self._stops_early = self._has_base = False
         self._fell_back: dict[str, int] = {}
-        self._skipped: dict[str, int] = {}
+        self._counts: dict[str, float] = {}
         self._reference: ReferenceFile | None = None
 
     @property
@@ -127,7 +127,7 @@ class Run:
             self._continues, self._saved = found, read_state(found)
             self.step, self._newest = found.step, found.folder
             self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
-            self.started_on, self._skipped = self._saved.started_on, self._saved.skipped
+            self.started_on, self._counts = self._saved.started_on, self._saved.counts
             self._fell_back = still_fallen_back(self.cfg, self._saved, self.world.print)
         return base
 
@@ -222,7 +222,7 @@ class Run:
             state.low.loaded()
             if self._fell_back:
                 state.low.switch_to_high(self._fell_back)
-        state.restore_counts(self._skipped)
+        state.restore_counts(self._counts)
 
     def load_base(self, base: Base, model: nn.Module) -> None:
         """Fills `model` from `base`, also in a run that continues a checkpoint: to compute with the weights

@@ -1,6 +1,7 @@
 """state.json: describes the run that wrote a checkpoint, so that the run can be continued or exported.
 
     step, num_skipped, num_skipped_in_a_row, eval_loss        the state of the run
+    last_grad_norm                                            by which a step clips that updates in backward
     fingerprint                                               digests and settings that must not change
     decides_rows                                              the settings and files that decide the rows
     config                                                    all keys that decide the result
@@ -15,6 +16,7 @@ A `RunState` is the content of this file, read or to be written. Each block is c
 because a checkpoint of an older version may lack it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -131,6 +133,20 @@ class RunState:
                 raise UserError(f"{self.path}: {key}: expected 0 to {most}, found {count!r:.60}")
             found[key] = most = count
         return found
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """`skipped`, and with optimizer.in_backward the gradient norm by which the next step clips, as
+        `last_grad_norm`.
+        """
+        norm = self.content.get("last_grad_norm")
+        if norm is None:
+            return dict(self.skipped)
+        if type(norm) is not float or not 0 <= norm < math.inf:
+            raise UserError(
+                f"{self.path}: last_grad_norm: expected a number of at least 0, found {norm!r:.60}"
+            )
+        return {**self.skipped, "last_grad_norm": norm}
 
     @property
     def fell_back(self) -> dict[str, int]:

@@ -30,6 +30,7 @@ _HUB_ID = re.compile(r"^# {1,9}lptune download ([\w.-]{1,96}/[\w.-]{1,96})", re.
 # Not the value of another key: no precision.kind begins so.
 _KIND = re.compile(r"^[^#\n]{0,100}\bkind: (adamw\w{0,20})\b", re.MULTILINE)
 _NO_MASTER = re.compile(r"^[^#\n]{0,100}\bmaster: none\b", re.MULTILINE)
+_IN_BACKWARD = re.compile(r"^[^#\n]{0,100}\bin_backward: true\b", re.MULTILINE)
 _NOTE = (
     "Number of weights; memory of the weights, gradients and AdamW state over all GPUs, with the config's "
     "optimizer; the GPUs of 24, 48 or 80 GB that this takes at least; the id on the hub. Activations come on "
@@ -105,7 +106,9 @@ def bytes_of(config: Path) -> tuple[float, int]:
     named = _KIND.search(text)
     bits = OPTIMIZER_KINDS.get(named[1] if named else "", OPTIMIZER_KINDS["adamw"]).num_bits
     kept = 2 * bits / 8 + (2 * 4 / 128 if bits == 8 else 0)  # the scales of blocks
-    return (4 + kept, 0) if _NO_MASTER.search(text) else (8 + kept, _COPY_BYTES)
+    weight, copy = (2, 0) if _NO_MASTER.search(text) else (4, _COPY_BYTES)
+    gradient = 0 if _IN_BACKWARD.search(text) else weight  # freed block by block
+    return weight + gradient + kept, copy
 
 
 def hub_id(config: Path) -> str:

@@ -17,7 +17,7 @@ from lptune.base import progress
 from lptune.base.errors import UserError
 from lptune.base.text import wrapped
 from lptune.cli import planned_model, recipe
-from lptune.config import RunConfig, check_batches
+from lptune.config import RunConfig
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def plan(
             f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
         )
 
-    if world_size % (cfg.parallel.replicate * cfg.parallel.tensor) == 0:  # else the dry run reports it
-        check_batches(cfg.global_batch_size, cfg.micro_batch_size, world_size // cfg.parallel.tensor)
+    cfg.check_ranks(world_size)
     model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
     with progress.in_place("loading torch ..."):
         step = recipe.planned_step(recipe_path, cfg)

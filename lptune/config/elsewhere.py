@@ -46,7 +46,7 @@ KEYS = {
     "enable_activation_checkpointing": "activation_checkpointing",
     "enable_activation_offloading": "there is none; activation_checkpointing=full takes the least memory",
     "gradient_checkpointing": "activation_checkpointing",
-    "optimizer_in_bwd": "there is none; parallel.reduce_every_micro_batch takes less memory for gradients",
+    "optimizer_in_bwd": "optimizer.in_backward",
     "checkpointer": "model.path for the model, checkpoint for the run's own checkpoints, resume to continue",
     "checkpoint_dir": "model.path",
     "output": "output_dir",

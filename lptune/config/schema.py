@@ -328,7 +328,15 @@ class RunConfig:
     def check_ranks(self, num_ranks: int) -> None:
         """Raises UserError if `num_ranks` ranks cannot share the work, as far as the config alone tells."""
         mesh_axes(self.parallel, num_ranks)
-        check_batches(self.global_batch_size, self.micro_batch_size, num_ranks // self.parallel.tensor)
+        num_data_ranks = num_ranks // self.parallel.tensor
+        check_batches(self.global_batch_size, self.micro_batch_size, num_data_ranks)
+        share = self.global_batch_size // num_data_ranks
+        if self.optimizer.in_backward and share != self.micro_batch_size:
+            raise UserError(
+                "optimizer.in_backward: updates a weight before another micro-batch can add to its gradient, "
+                f"and a rank has {share // self.micro_batch_size} in a step; set global_batch_size="
+                f"{self.micro_batch_size * num_data_ranks} or micro_batch_size={share}, or in_backward=false"
+            )
 
     @property
     def tokens_per_forward(self) -> int:
@@ -388,6 +396,22 @@ class RunConfig:
             raise UserError(
                 f"optimizer.kind: sgd does not round stochastically, precision.kind={self.precision.kind} "
                 "needs it; use adamw or adamw_8bit, or another precision.kind"
+            )
+        if self.optimizer.in_backward and self.parallel.cpu_offload:
+            raise UserError(
+                "optimizer.in_backward: parallel.cpu_offload updates weights on the host, for which backward "
+                "would wait; leave out one of them"
+            )
+        if self.optimizer.in_backward and self.parallel.replicate > 1:
+            raise UserError(
+                f"optimizer.in_backward: FSDP2 keeps the gradients of replicas until backward ends, so "
+                f"parallel.replicate={self.parallel.replicate} would save no memory; leave out one of them"
+            )
+        if self.optimizer.in_backward and self.optimizer.kind == "sgd" and self.max_grad_norm:
+            raise UserError(
+                f"max_grad_norm: {self.max_grad_norm} with optimizer.in_backward clips by the norm of the "
+                "step before, which does not limit a step of sgd with a larger norm; set max_grad_norm=0, or "
+                "in_backward=false"
             )
         if self.optimizer.master == "none":
             if self.compute_dtype != "bfloat16":

@@ -41,10 +41,10 @@ from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
 from lptune.plan import memory
 from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
+from lptune.training.in_backward import UpdateInBackward, build_update
 from lptune.training.listed import ListsMoments
 from lptune.training.optimizer import build_optimizer
 from lptune.training.planned import PlannedStep
-from lptune.training.update import Update
 
 STAGED = "shards between host and GPU"
 _WIDTH, _HANG = 80, 2
@@ -138,6 +138,8 @@ def dry_run(
     Reads neither cfg.model.path nor data: each row is one document of full length. Needs a process without
     a process group. Raises the same UserErrors as a run for the mesh and the precision.
     """
+    if cfg.optimizer.in_backward:
+        cfg.check_ranks(world_size)
     device_type = "cpu" if cfg.device == "cpu" else "cuda"
     offloads = cfg.parallel.cpu_offload
     if offloads and device_type == "cpu":
@@ -183,7 +185,9 @@ def dry_run(
             first, collectives, resting, state_bytes = _run_steps(
                 model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
             )
-            peaks = _in_later_steps(log.peaks(), resting)
+            # Where backward updates, it makes the state of the optimizer, which later steps find.
+            made = memory.OPTIMIZER if cfg.optimizer.in_backward else None
+            peaks = _in_later_steps(log.peaks(regardless_of=made), resting)
             host_bytes = 0
             if offloads:
                 host_bytes = sum(peaks["update"][name] for name in _OFFLOADED)  # gradients are there
@@ -259,7 +263,13 @@ def _run_steps(
     for part in blocks:
         in_float32.find(part, times)
     whole = Repeated(model, times)
-    update = Update(whole, optimizer, world, cfg.max_grad_norm, low)
+    if cfg.optimizer.in_backward:
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # the update, whose hook comes after this one, frees it
+                parameter.register_post_accumulate_grad_hook(
+                    lambda each: log.label(memory.GRADIENTS, [each.grad])
+                )
+    update = build_update(whole, optimizer, world, cfg, low)
     tokens_BS = torch.zeros(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64, device=world.device)
     documents = models.DocumentBounds.single(cfg.micro_batch_size, cfg.data.seq_len, world.device)
 
@@ -276,6 +286,7 @@ def _run_steps(
                     log.phase("forward")  # ends what its last block does
                 loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 in_float32.gathered()
+                update.before_backward(loss)
                 begin("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()
@@ -289,6 +300,8 @@ def _run_steps(
                 log.repeat(times, copies.get)
         log.label(memory.GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
         log.repeat(times, lambda parameter: parameter.grad)
+        if isinstance(update, UpdateInBackward):
+            log.repeat(times, update.norm_of)
         begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         total.update(log.collectives)

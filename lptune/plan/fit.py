@@ -25,6 +25,7 @@ _ENOUGH = 2
 _MOST_TIMES = 16
 """Largest number of ranks that is tried, as a multiple of the given number."""
 _RANKS, _OFFLOAD = "--world-size", "parallel.cpu_offload"
+_IN_BACKWARD = "optimizer.in_backward"
 
 MEASURED_COSTS = {
     ("adamw_bf16", "float32"): ("-0.0001 ± 0.0003", 2.8),
@@ -98,7 +99,7 @@ def remedies(
                 continue
             possible.append(change)
             tried.append(change)
-            yield _line(cfg, change, planned, device)
+            yield _line(cfg, change, world_size, planned, device)
             num_fitting += fits(planned.peak_bytes, device)
             if num_fitting == _ENOUGH:
                 return
@@ -110,7 +111,7 @@ def remedies(
                 remedy, planned = _fewest(together, plan, device)
                 if not remedy or remedy in tried[:-1]:
                     continue
-                yield _line(cfg, remedy, planned, device)
+                yield _line(cfg, remedy, world_size, planned, device)
                 num_fitting += fits(planned.peak_bytes, device)
 
 
@@ -120,8 +121,11 @@ def _needs_more(change: Remedy) -> bool:
 
 
 def _joined(changes: Sequence[Remedy]) -> Remedy:
-    """All of them; of one key the last value."""
-    return {key: value for change in changes for key, value in change.items()}
+    """All of them; of one key the last value. Without the update in backward if that would be on the host."""
+    joined = {key: value for change in changes for key, value in change.items()}
+    if _OFFLOAD in joined:
+        joined.pop(_IN_BACKWARD, None)
+    return joined
 
 
 def _is_measured(change: Remedy) -> bool:
@@ -167,7 +171,8 @@ def _holds_more_than_fits(change: Remedy, held: int, world_size: int, device: De
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     """The cheapest first. What does not change an update comes before another optimizer, except for a second
-    forward of every block, which takes more time than an update. What the config refuses is among them.
+    forward of every block, which takes more time than an update, and for an update in backward, which clips
+    otherwise and allows one micro-batch. What the config refuses is among them.
     """
     parallel = cfg.parallel
     num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
@@ -194,6 +199,8 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
         yield {"activation_checkpointing": "full"}
     if cfg.optimizer.master != "none":
         yield {"optimizer.master": "none"}
+    if not cfg.optimizer.in_backward:
+        yield {_IN_BACKWARD: True}  # the last that is wanted: it may need another global batch
     times = 2
     while times <= _MOST_TIMES:
         if num_micro_batches % (times * num_data_ranks) == 0:
@@ -214,12 +221,14 @@ def _plan(
     frozen_config: models.Facts | None,
 ) -> DryRun:
     num_ranks = int(change.get(_RANKS, world_size))
-    changed = _changed(cfg, change)
+    changed = _changed(cfg, change, num_ranks)
     return dry_run(changed, model_config, num_ranks, device, step=step, frozen_config=frozen_config)
 
 
-def _changed(cfg: RunConfig, change: Remedy) -> RunConfig:
-    """`cfg` with the keys of `change`. Raises UserError for what the config refuses."""
+def _changed(cfg: RunConfig, change: Remedy, num_ranks: int) -> RunConfig:
+    """`cfg` with the keys of `change`, and with a global batch of one micro-batch a rank if backward updates.
+    Raises UserError for what the config refuses.
+    """
     values: dict[str, object] = {}
     for key, value in change.items():
         section, _, name = key.rpartition(".")
@@ -230,18 +239,25 @@ def _changed(cfg: RunConfig, change: Remedy) -> RunConfig:
             )
         elif key != _RANKS:
             values[key] = value
-    return dataclasses.replace(cfg, **values)  # type: ignore[arg-type]
+    changed = dataclasses.replace(cfg, **values)  # type: ignore[arg-type]
+    if not changed.optimizer.in_backward:
+        return changed
+    rows = changed.micro_batch_size * (num_ranks // changed.parallel.tensor)
+    return dataclasses.replace(changed, global_batch_size=rows)
 
 
-def _line(cfg: RunConfig, change: Remedy, found: DryRun, device: Device) -> str:
+def _line(cfg: RunConfig, change: Remedy, world_size: int, found: DryRun, device: Device) -> str:
     words = [
         f"{key} {value}" if key == _RANKS else f"{key}={str(value).lower()}" for key, value in change.items()
     ]
+    changed = _changed(cfg, change, int(change.get(_RANKS, world_size)))
+    if changed.global_batch_size != cfg.global_batch_size:
+        words.append(f"global_batch_size={changed.global_batch_size}")
     host = f" and {size_text(found.host_bytes)} of host memory" if found.host_bytes else ""
     end = "fits" if fits(found.peak_bytes, device) else "does not fit"
     cost = ""
     if change.keys() & {"optimizer.kind", "optimizer.master"}:
-        cost = f" ({_cost(_changed(cfg, change).optimizer)})"
+        cost = f" ({_cost(changed.optimizer)})"
     return f"  {' '.join(words)}: a peak of {size_text(found.peak_bytes)}{host} a rank, {end}{cost}"
 
 

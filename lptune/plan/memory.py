@@ -169,14 +169,19 @@ class MemoryLog(TorchDispatchMode):
             total[category] += delta
         return total
 
-    def peaks(self) -> dict[str, Counter[str]]:
-        """Phase -> bytes by category at the time of the largest sum. Phases with one name are merged."""
+    def peaks(self, *, regardless_of: str | None = None) -> dict[str, Counter[str]]:
+        """Phase -> bytes by category at the time of the largest sum. Phases with one name are merged.
+
+        regardless_of: a category that does not count in the sum.
+        """
         found: dict[str, Counter[str]] = {}
         now: Counter[str] = Counter()
+        largest = dict[str, int]()
         for phase, category, delta in self._all_events():
             now[category] += delta
-            if phase not in found or now.total() > found[phase].total():
-                found[phase] = Counter(now)
+            total = now.total() - (now[regardless_of] if regardless_of else 0)
+            if phase not in found or total > largest[phase]:
+                found[phase], largest[phase] = Counter(now), total
         return found
 
     def _all_events(self) -> Iterator[tuple[str, str, int]]:

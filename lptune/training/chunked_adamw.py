@@ -26,7 +26,7 @@ torch's fused AdamW, which shares its state and groups with this class.
 
 Like torch's fused optimizers it does nothing in a step where its attribute `found_inf`, a 0-dimensional
 float32 tensor on the device of the parameters, is 1. Only the host cannot know: it counts an update for
-the random bits until `take_back` tells it.
+the random bits until `take_back` looks at what the device has counted.
 """
 
 import math
@@ -66,13 +66,8 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         super().__init__(groups, options)
         self._names, self._seed = names, seed
         self._kind = kind
-        plain = [
-            {**group, "params": [p for p in group["params"] if self._is_plain(p)]}
-            for group in self.param_groups
-        ]
-        self._plain = torch.optim.AdamW(plain, **options, fused=True)
-        self._updated: list[nn.Parameter] = []
-        """The parameters of the last step that are not plain; not those that had no gradient in it."""
+        self._plain_ones = {p for group in groups for p in group["params"] if self._is_plain(p)}
+        self._plain = torch.optim.AdamW([dict(group) for group in self.param_groups], **options, fused=True)
 
     def storages(self, parameter: nn.Parameter) -> tuple[Storage, Storage]:
         """How the moments of `parameter` are stored: as optimizer.kind says, if it is large."""
@@ -87,22 +82,26 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         """One update of all parameters that have a gradient; none where `found_inf` is 1."""
         assert closure is None, "a closure is not supported"
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        self._plain.state, self._plain.found_inf = self.state, found_inf  # type: ignore[attr-defined]
-        for group, plain in zip(self.param_groups, self._plain.param_groups, strict=True):
-            plain.update({key: value for key, value in group.items() if key != "params"})
-        self._plain.step()
-        self._plain.found_inf = None  # type: ignore[attr-defined]
-        self._updated.clear()
+        plain = self._plain
+        plain.state, plain.found_inf = self.state, found_inf  # type: ignore[attr-defined]
+        plain.param_groups = [
+            {**plain.defaults, **group, "params": [p for p in group["params"] if p in self._plain_ones]}
+            for group in self.param_groups
+        ]
+        plain.step()
+        plain.found_inf = None  # type: ignore[attr-defined]
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and not self._is_plain(parameter):
+                if parameter.grad is not None and parameter not in self._plain_ones:
                     self._update(parameter, group, found_inf)
-                    self._updated.append(parameter)
 
     def take_back(self) -> None:
-        """After a step in which `found_inf` was 1: the next one draws the bits that it would have drawn."""
-        for parameter in self._updated:
-            self.state[parameter]["num_updates"] -= 1
+        """After a step in which `found_inf` was 1 for some parameters: the next one draws the bits that it
+        would have drawn. The host waits for the device.
+        """
+        for state in self.state.values():
+            if "num_updates" in state:
+                state["num_updates"] = int(state["step"])
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
         state, stored = self.state[parameter], self.storages(parameter)

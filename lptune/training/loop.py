@@ -6,8 +6,8 @@
     for step in steps:
         for batch in step.shadow_batches():    none, unless precision.shadow_every makes it due
             loss = ...
-            (loss * step.loss_factor).backward()
             step.add(loss)
+            (loss * step.loss_factor).backward()
         for batch in step.batches():
             ...                                the same three lines
         step.update()
@@ -268,7 +268,9 @@ class Step:
                 "precision.shadow_every: this recipe makes no shadow check; add the loop over "
                 "step.shadow_batches() as in full_finetune, or set it to 0"
             )
-        yield from self._steps.state.passes(self._done, self._steps.loader.micro_batches(self._done))
+        steps = self._steps
+        batches = steps.loader.micro_batches(self._done)
+        yield from steps.state.passes(self._done, steps.num_steps, batches)
         self._has_run = True
 
     def mismatched_batches(self) -> list[Batch]:
@@ -282,13 +284,14 @@ class Step:
     def add(self, loss: Tensor) -> None:
         """Adds the loss of a micro-batch, summed over its targets, before `loss_factor`: a float32 scalar on
         the device, or a vector of its parts. It is reported, and a step whose loss is not finite updates
-        nothing.
+        nothing: with optimizer.in_backward `add` comes before `backward()`, and is a collective.
         """
         if self._is_shadow:
             self._steps.shadow.add(loss)
             return
         if self._loss_sum is None:
             self._loss_sum = torch.zeros(loss.shape, device=loss.device)
+        self._steps.state.update.before_backward(loss)
         self._loss_sum += loss.detach()
 
     @property

@@ -60,7 +60,7 @@ def grad_squares(model: nn.Module) -> Tensor:
     of a DTensor on its first holder, a plain gradient, which is the same on all ranks, on the first rank.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    mine = [on_this_rank(gradient) for gradient in gradients if _counts_here(gradient)]
+    mine = [on_this_rank(gradient) for gradient in gradients if counts_here(gradient)]
     if not mine:
         device = next((parameter.device for parameter in model.parameters()), None)
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -68,7 +68,8 @@ def grad_squares(model: nn.Module) -> Tensor:
     return torch.stack(norms).to(torch.float64).square().sum()
 
 
-def _counts_here(gradient: Tensor) -> bool:
+def counts_here(gradient: Tensor) -> bool:
+    """Whether this rank's part of `gradient`, or of its parameter, counts in the global norm."""
     if isinstance(gradient, DTensor):
         return is_first_holder(gradient)
     return not dist.is_initialized() or dist.get_rank() == 0
@@ -86,7 +87,12 @@ def scale_gradients(model: nn.Module, max_norm: float, norm: Tensor) -> None:
     gradients = [on_this_rank(p.grad) for p in model.parameters() if p.grad is not None]
     if not max_norm or not gradients:
         return
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clipping_factor(max_norm, norm)
     for device in {gradient.device for gradient in gradients}:
         here = [gradient for gradient in gradients if gradient.device == device]
         torch._foreach_mul_(here, factor.to(device))
+
+
+def clipping_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """By which gradients of the global norm `norm` are multiplied: at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from lptune.base.files import read_object
-from lptune.config import PRECISION_KINDS, RunConfig, check_batches
+from lptune.config import PRECISION_KINDS, RunConfig
 from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
@@ -22,7 +22,7 @@ def check_settings(cfg: RunConfig, world: World) -> None:
     """
     check_logging(cfg.logging)
     check_compiler(cfg.compile)
-    check_batches(cfg.global_batch_size, cfg.micro_batch_size, world.data_size)
+    cfg.check_ranks(world.size)
 
 
 def describe_run(
@@ -53,15 +53,16 @@ def describe_run(
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
         f"{describe_mesh(model, world)}",
         f"attention by {attention}" + (f", 8-bit GEMMs by {backend}" if backend else ""),
-        *([f"memory: {_of_the_device(memory, world)}"] if memory is not None else []),
+        *([f"memory: {_of_the_device(memory, cfg, world)}"] if memory is not None else []),
         *(f"note: {note}" for note in [*emulated, *_notes(model, cfg, num_steps)]),
     ]
 
 
 def lasting_bytes(model: Backbone, optimizer: torch.optim.Optimizer, cfg: RunConfig) -> int | None:
     """The bytes that weights, their gradients and the optimizer's state take on this rank, once the first
-    step is done. None for weights that are stored in 8 bits, and for an optimizer that does not say what it
-    keeps (ListsMoments). `lptune plan` adds what a step takes for a while.
+    step is done; without gradients if backward frees them. None for weights that are stored in 8 bits, and
+    for an optimizer that does not say what it keeps (ListsMoments). `lptune plan` adds what a step takes for
+    a while.
     """
     if PRECISION_KINDS[cfg.precision.kind].stores_low or not isinstance(optimizer, ListsMoments):
         return None
@@ -69,16 +70,21 @@ def lasting_bytes(model: Backbone, optimizer: torch.optim.Optimizer, cfg: RunCon
     for parameter in model.parameters():
         total += on_this_rank(parameter).nbytes
         if parameter.requires_grad:
-            total += on_this_rank(parameter).nbytes + optimizer.num_bytes(parameter)
+            total += optimizer.num_bytes(parameter)
+            if not cfg.optimizer.in_backward:
+                total += on_this_rank(parameter).nbytes
     return total
 
 
-def _of_the_device(num_bytes: int, world: World) -> str:
+def _of_the_device(num_bytes: int, cfg: RunConfig, world: World) -> str:
     taken = f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
     if world.device.type == "cuda":
         taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
     each = " a rank" if world.size > 1 else ""
-    return f"{taken}{each} for weights, gradients and the optimizer; activations on top"
+    what, more = "weights, gradients and the optimizer", "activations"
+    if cfg.optimizer.in_backward:
+        what, more = "weights and the optimizer", "activations and the gradients of a block"
+    return f"{taken}{each} for {what}; {more} on top"
 
 
 def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:
@@ -93,6 +99,11 @@ def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:
         notes.append(
             "data.chat_template=none, and the export keeps the checkpoint's template, in which the model was "
             "not trained: generate from it with prompts.chat_template=none"
+        )
+    if cfg.optimizer.in_backward and cfg.max_grad_norm:
+        notes.append(
+            f"max_grad_norm={cfg.max_grad_norm:g} clips by the gradient norm of the step before, as "
+            "optimizer.in_backward updates before the norm is known; max_grad_norm=0 switches it off"
         )
     if cfg.schedule.decay_steps == 1:
         notes.append(

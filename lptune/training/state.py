@@ -18,8 +18,9 @@ from lptune.data import Batch
 from lptune.distributed import World, accumulate, verify_collectives
 from lptune.linear import LowPrecision, Plan
 from lptune.models import Backbone
+from lptune.training.in_backward import build_update
 from lptune.training.schedule import learning_rate, set_learning_rate
-from lptune.training.update import Update, Updated
+from lptune.training.update import Updated
 
 
 class State:
@@ -53,32 +54,37 @@ class State:
         self.low = LowPrecision(
             model, plan, optimizer, world=world, seed=cfg.seed, verify=cfg.precision.verify, watch=watch
         )
-        self.update = Update(model, optimizer, world, cfg.max_grad_norm, self.low)
+        self.update = build_update(model, optimizer, world, cfg, self.low)
         self._cfg, self._world, self._frozen = cfg, world, frozen
 
-    def passes(self, step: int, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yields this rank's micro-batches of the step `step`, counted from 0, for forward and backward.
-        Raises PrecisionNotAppliedError after the last one, if the first step did not run as planned.
+    def passes(self, step: int, num_steps: int, batches: Sequence[Batch]) -> Iterator[Batch]:
+        """Sets the learning rate of the step `step` of `num_steps`, counted from 0, and yields this rank's
+        micro-batches of it for forward and backward. Raises PrecisionNotAppliedError after the last one, if
+        the first step did not run as planned.
         """
+        set_learning_rate(self.optimizer, self._rate(step, num_steps))
         frozen = nullcontext() if self._frozen is None else self._frozen.step(step, len(batches))
         with self.low.step(step, len(batches)), frozen:
             yield from accumulate(self.model, batches, self._world, self._cfg, self.low)
 
     def step(self, step: int, num_steps: int, loss_sum: Tensor, count: int) -> tuple[Updated, float]:
-        """Updates the weights at the learning rate of the step `step` of `num_steps`, counted from 0, and
-        clears the gradients. Returns what `Update` does, and the rate. A collective.
+        """Updates the weights, unless backward did (optimizer.in_backward), and clears the gradients. Returns
+        what `Update` does, and the learning rate. A collective.
 
         loss_sum: over the micro-batches of this rank, on the device. count: of what the loss is the mean of,
         over all ranks.
         """
-        rate = learning_rate(step, num_steps, self._cfg.optimizer.lr, self._cfg.schedule)
-        set_learning_rate(self.optimizer, rate)
-        return self.update(loss_sum, count), rate
+        return self.update(loss_sum, count), self._rate(step, num_steps)
 
-    def counts(self) -> dict[str, int]:
-        """The numbers of skipped steps, for a checkpoint."""
+    def _rate(self, step: int, num_steps: int) -> float:
+        return learning_rate(step, num_steps, self._cfg.optimizer.lr, self._cfg.schedule)
+
+    def counts(self) -> dict[str, float]:
+        """The numbers of skipped steps, for a checkpoint; and a gradient norm, if the next step clips by
+        it.
+        """
         return self.update.counts()
 
-    def restore_counts(self, saved: Mapping[str, int]) -> None:
+    def restore_counts(self, saved: Mapping[str, float]) -> None:
         """Goes on from the `counts` of a checkpoint."""
         self.update.restore(saved)

@@ -26,7 +26,7 @@ The learning rate and the data depend on the number of the step, skipped or not.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,14 +82,14 @@ class Update:
         """Number of skipped steps since the last update."""
         self._last = Updated(0.0, 0.0)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """The counts of skipped steps, for a checkpoint."""
         return {"num_skipped": self.num_skipped, "num_skipped_in_a_row": self.num_skipped_in_a_row}
 
-    def restore(self, saved: Mapping[str, int]) -> None:
+    def restore(self, saved: Mapping[str, float]) -> None:
         """Goes on from the `counts` of a checkpoint."""
-        self.num_skipped = saved["num_skipped"]
-        self.num_skipped_in_a_row = saved["num_skipped_in_a_row"]
+        self.num_skipped = int(saved["num_skipped"])
+        self.num_skipped_in_a_row = int(saved["num_skipped_in_a_row"])
 
     def __call__(self, loss_sum: Tensor, num_targets: float) -> Updated:
         """Updates the weights and sets gradients to None. A collective.
@@ -107,6 +107,9 @@ class Update:
             self._optimizer.take_back()
         return self._last
 
+    def before_backward(self, loss: Tensor) -> None:
+        """Called with the loss of each micro-batch before its backward, for an update that happens within."""
+
     @torch.no_grad()
     def launch(self, loss_sum: Tensor, num_targets: float) -> Callable[[], list[float]]:
         """All work of the device, and all collectives. The host waits only if the optimizer does not read
@@ -115,39 +118,51 @@ class Update:
         Returns a function that waits for the loss and the gradient norm, not for the update, and returns
         these two.
         """
-        world, model, optimizer = self._world, self._model, self._optimizer
-        reshard(model)  # a forward after backward, for a metric, may have left other weights in it
+        world = self._world
+        reshard(self._model)  # a forward after backward, for a metric, may have left other weights in it
         # Tensor-parallel ranks hold the same loss: only that of the first counts.
         mine = loss_sum if world.rank % world.tensor_size == 0 else torch.zeros_like(loss_sum)
-        squares = grad_squares(model).to(world.device)
-        totals = torch.stack([mine.detach().to(torch.float64), squares])
+        totals = torch.stack([mine.detach().to(torch.float64), self._squares().to(world.device)])
         world.sum_(totals)
         loss, norm = totals[0] / num_targets, totals[1].sqrt().to(torch.float32)
         skipped = ~(loss.isfinite() & norm.isfinite())
         read = _copied_to_host(torch.stack([loss, norm.to(torch.float64)]))
 
-        scale_gradients(model, self._max_grad_norm, norm)
-        if self._skips_on_device:
-            self._step_unless(skipped)
-        # In a dry run `skipped` is fake and has no value; its step is not skipped.
-        elif isinstance(skipped, FakeTensor) or not skipped.item():
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        self._apply(norm, skipped)
+        self._optimizer.zero_grad(set_to_none=True)
         if self._low is not None:
             self._low.undo(skipped)
         return read
 
-    def _step_unless(self, skipped: Tensor) -> None:
-        """Launches the update, which changes nothing where `skipped` is set."""
-        model, optimizer = self._model, self._optimizer
+    def _squares(self) -> Tensor:
+        """This rank's share of the squared global gradient norm: 0-dimensional, float64."""
+        return grad_squares(self._model)
+
+    def _apply(self, norm: Tensor, skipped: Tensor) -> None:
+        """Clips by the global gradient norm `norm` and launches the update, which changes nothing where
+        `skipped` is set.
+        """
+        scale_gradients(self._model, self._max_grad_norm, norm)
+        if self._skips_on_device:
+            with_gradient = [p for p in self._model.parameters() if p.grad is not None]
+            self._step_unless(skipped, with_gradient, self._optimizer.step)
+        # In a dry run `skipped` is fake and has no value; its step is not skipped.
+        elif isinstance(skipped, FakeTensor) or not skipped.item():
+            self._optimizer.step()
+
+    def _step_unless(
+        self, skipped: Tensor, parameters: Iterable[nn.Parameter], step: Callable[[], object]
+    ) -> None:
+        """Launches `step`, which updates `parameters`; it changes nothing where `skipped` is set."""
+        optimizer = self._optimizer
         # Offloaded parameters are updated on the host, which must wait for this value.
         parameters_on = optimizer.param_groups[0]["params"][0].device
         found_inf = skipped.to(torch.float32).to(parameters_on)
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        new = [p for p in model.parameters() if p.grad is not None and not optimizer.state.get(p)]
+        new = [p for p in parameters if not optimizer.state.get(p)]
         if isinstance(optimizer, AdamW):
             new = []  # it makes its moments of zeros, and averages of weights that a skipped step keeps
-        optimizer.step()
+        step()
         if new:
             _zero_moments(optimizer, new, found_inf.bool())
         del optimizer.found_inf  # type: ignore[attr-defined]
@@ -170,11 +185,15 @@ class Update:
         return DivergedError(
             f"diverged at step {step}: loss {loss:.4g}, gradient norm {grad_norm:.4g}, not finite"
             + (f" for {count} steps in a row" if count > 1 else "")
-            + f"; the weights are still those of step {step - count}, and {newest}. The same config would "
+            + f"; {self._kept(step - count)}, and {newest}. The same config would "
             f"end here again: lower optimizer.lr, or set {in_float32}, or precision.kind=none and "
             f"output_dir={output_dir} (this run's)"
             f"{earlier}"
         )
+
+    def _kept(self, step: int) -> str:
+        """What the weights are, after an update in step number `step` and skipped steps."""
+        return f"the weights are still those of step {step}"
 
 
 def _copied_to_host(values: Tensor) -> Callable[[], list[float]]:

@@ -1,6 +1,7 @@
 """Training state: what is saved comes back on any number of ranks, and every changed byte is noticed."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,6 +206,9 @@ def test_frozen_parameters_are_saved_without_moments(tmp_path: Path) -> None:
         ({"num_skipped": 6}, "num_skipped: expected 0 to 5, found 6"),
         ({"num_skipped": 2, "num_skipped_in_a_row": 3}, "num_skipped_in_a_row: expected 0 to 2, found 3"),
         ({"num_skipped": 2, "num_skipped_in_a_row": -1}, "num_skipped_in_a_row: expected 0 to 2, found -1"),
+        ({"last_grad_norm": "2.0"}, "last_grad_norm: expected a number of at least 0, found '2.0'"),
+        ({"last_grad_norm": -1.0}, "last_grad_norm: expected a number of at least 0, found -1.0"),
+        ({"last_grad_norm": math.nan}, "last_grad_norm: expected a number of at least 0, found nan"),
     ],
 )
 def test_counts_of_skipped_steps_that_no_run_can_have_are_refused(
@@ -213,7 +217,7 @@ def test_counts_of_skipped_steps_that_no_run_can_have_are_refused(
     path = tmp_path / "state.json"
     path.write_text(json.dumps({"step": 5} | facts), encoding="utf-8")
     with pytest.raises(UserError) as error:
-        _ = checkpoint.read_state(checkpoint.Manifest(tmp_path, 5, 1, {}, {})).skipped
+        _ = checkpoint.read_state(checkpoint.Manifest(tmp_path, 5, 1, {}, {})).counts
     assert str(error.value) == f"{path}: {message}"
 
 

@@ -227,6 +227,8 @@ def test_a_config_with_another_optimizer_takes_what_it_keeps(tmp_path: Path) -> 
         ("optimizer: {kind: adamw_bf16}", (12, 2)),
         ("optimizer: {master: none}", (12, 0)),
         ("optimizer: {kind: adamw_8bit, master: none}", (6.0625, 0)),
+        ("optimizer: {kind: adamw_8bit, master: none, in_backward: true}", (4.0625, 0)),
+        ("optimizer:\n  kind: adamw_8bit\n  in_backward: true", (6.0625, 2)),
         ("optimizer:\n  kind: adamw_8bit", (10.0625, 2)),
         ("optimizer: {kind: adamw_7bit}", (16, 2)),  # refused where it is loaded
         ("# optimizer: {kind: adamw_8bit, master: none}", (16, 2)),
@@ -234,6 +236,7 @@ def test_a_config_with_another_optimizer_takes_what_it_keeps(tmp_path: Path) -> 
         config.write_text(f"model: {{path: x}}\n{text}\n")
         assert bytes_of(config) == expected, text
     assert needs(8_030_261_248, 6.0625, 0) == "≥ 80 GB"  # 48.7 GB, more than 43.2
+    assert needs(8_030_261_248, 4.0625, 0) == "≥ 48 GB"
     assert needs(3_212_749_824, 6.0625, 0) == "≥ 24 GB"
     assert needs(70_553_706_496, 6.0625, 0) == "≥ 6x80 GB"
 

@@ -26,6 +26,7 @@ from lptune.distributed import record_collectives
 from lptune.models import chunks
 from lptune.plan import memory
 from lptune.plan.dry_run import dry_run
+from lptune.training.in_backward import build_update
 from lptune.training.settings import lasting_bytes
 from tests.helpers.ranks import Ranks
 
@@ -51,13 +52,14 @@ CASES: dict[int, list[Case]] = {
         ({"kind": "int8_rowcol", "grad_weight": "folded"}, {"tensor": 2}, "adamw_8bit"),
     ],
 }
-"""Number of ranks -> keys of precision and of parallel, and optimizer.kind, perhaps without masters. The
-last one gathers tokens in 8 bits, too."""
+"""Number of ranks -> keys of precision and of parallel, and optimizer.kind, perhaps without masters or with
+an update in backward. The last one gathers tokens in 8 bits, too."""
 
 
 def _config(
     num_data_ranks: int, precision: dict[str, Any], parallel: dict[str, Any], optimizer: str = "adamw"
 ) -> FinetuneConfig:
+    in_backward = optimizer.endswith("in backward")
     return FinetuneConfig(
         model=ModelConfig(path="unused"),
         data=DataConfig(source="unused", seq_len=32),
@@ -66,13 +68,14 @@ def _config(
         optimizer=OptimizerConfig(
             kind=optimizer.partition(",")[0],
             momentum=0.5 if optimizer == "sgd" else 0.0,
-            master="none" if optimizer.endswith("no master") else "float32",
+            master="none" if "no master" in optimizer else "float32",
+            in_backward=in_backward,
         ),
         device="cpu",
         activation_checkpointing="selective",
         compile="none",
         micro_batch_size=2,
-        global_batch_size=2 * NUM_MICRO_BATCHES * num_data_ranks,
+        global_batch_size=2 * (1 if in_backward else NUM_MICRO_BATCHES) * num_data_ranks,
     )
 
 
@@ -111,18 +114,20 @@ def _step(
                 distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
         optimizer = training.build_optimizer(model, cfg.optimizer, cfg.seed)
         low = linear.LowPrecision(model, plan, optimizer, world=world, seed=cfg.seed, verify=False)
-        update = training.Update(model, optimizer, world, cfg.max_grad_norm, low)
+        update = build_update(model, optimizer, world, cfg, low)
+        num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size // world.data_size
         tokens_BS = torch.ones(cfg.micro_batch_size, cfg.data.seq_len, dtype=torch.int64)
         documents = models.DocumentBounds.single(*tokens_BS.shape)
         exchanged = []
         for step in range(2):
             with record_collectives(world.mesh) as counted:
-                with low.step(step, NUM_MICRO_BATCHES):
+                with low.step(step, num_micro_batches):
                     loss_sum = torch.zeros(())
-                    for _ in distributed.accumulate(model, range(NUM_MICRO_BATCHES), world, cfg, low):
-                        log.phase("forward" if step == 0 else "later")
+                    for _ in distributed.accumulate(model, range(num_micro_batches), world, cfg, low):
+                        log.phase("forward" if step == 0 else "later forward")
                         loss = model(tokens_BS, documents, tokens_BS)
-                        log.phase("backward" if step == 0 else "later")
+                        update.before_backward(loss)
+                        log.phase("backward" if step == 0 else "later backward")
                         (loss * (world.data_size / tokens_BS.numel())).backward()
                         loss_sum += loss.detach()
                 gradients = memory.storage_bytes(p.grad for p in model.parameters() if p.grad is not None)
@@ -204,6 +209,48 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num
                 else:  # where real norms and counts of each gradient take some bytes
                     late += 1e-3 * peak
                 assert 0 <= took["peaks"][phase] - peak <= late, (phase, precision, parallel)
+
+
+IN_BACKWARD: dict[int, list[Case]] = {
+    1: [
+        ({"kind": "int8_rowcol"}, {}, "adamw, in backward"),
+        ({"kind": "int8_weight_only"}, {}, "adamw_8bit, in backward"),
+        ({"kind": "int8_rowcol"}, {}, "adamw_8bit, no master, in backward"),
+        ({"kind": "none"}, {"reshard_after_forward": True}, "adamw_bf16, in backward"),
+    ],
+    2: [
+        ({"kind": "float8_delayed", "emulate": True}, {}, "adamw_8bit, in backward"),
+        ({"kind": "int8_rowcol"}, {"reshard_after_forward": False}, "adamw, no master, in backward"),
+    ],
+    4: [
+        ({"kind": "int8_rowcol"}, {}, "adamw, in backward"),
+        ({"kind": "int8_rowcol"}, {"tensor": 2}, "adamw_8bit, in backward"),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_tells_the_peaks_and_collectives_of_updates_in_backward(ranks: Ranks, num_ranks: int) -> None:
+    by_rank = ranks.run(_steps, num_ranks, IN_BACKWARD[num_ranks])
+    for number, (precision, parallel, kind) in enumerate(IN_BACKWARD[num_ranks]):
+        took = by_rank[0][number]
+        cfg = _config(num_ranks // parallel.get("tensor", 1), precision, parallel, kind)
+        found = dry_run(cfg, _model_config(), num_ranks)
+        assert took["collectives"][1] == sorted([*each, count] for each, count in found.collectives.items())
+        assert took[memory.GRADIENTS] == 0
+        assert took[memory.OPTIMIZER] == found.resting[memory.OPTIMIZER] > 0
+        assert found.resting[memory.GRADIENTS] == 0
+        # As in other steps, gloo's threads let go of what they exchanged a moment later.
+        late = 2 * max((each.num_bytes for each in found.collectives), default=0)
+        for phase in ("forward", "backward"):
+            peak, real = found.peaks[phase].total(), took["peaks"][f"later {phase}"]
+            assert -0.01 * peak <= real - peak <= 0.01 * peak + late, (phase, precision, parallel, kind)
+        after = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, in_backward=False))
+        all_of_them = dry_run(after, _model_config(), num_ranks).peaks["update"][memory.GRADIENTS]
+        assert found.peaks["backward"][memory.GRADIENTS] < 0.5 * all_of_them
+        if took["said"] is not None:
+            lasts = took[memory.PARAMETERS] + took[memory.OPTIMIZER] - took["counts"]
+            assert took["said"] == pytest.approx(lasts, rel=0.01)
 
 
 def _moment_bytes(kind: str) -> int:

@@ -87,6 +87,18 @@ CASES: dict[str, tuple[str, int, int, RunConfig]] = {
         2,
         _config("int8_tensorwise", 2, skip=("lm_head", "model.layers.1.*", "model.layers.3.*")),
     ),
+    "updates in backward": (
+        "llama3_1",
+        5,
+        1,
+        _config("int8_rowcol", 1, optimizer=OptimizerConfig(kind="adamw_8bit", in_backward=True)),
+    ),
+    "updates in backward, sharded": (
+        "llama3_1",
+        5,
+        2,
+        _config("float8_delayed", 2, optimizer=OptimizerConfig(in_backward=True), max_grad_norm=0.0),
+    ),
     "a teacher": (
         "llama3_1",
         4,
@@ -98,7 +110,8 @@ CASES: dict[str, tuple[str, int, int, RunConfig]] = {
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(lambda name: name.startswith(("amaxes", "weights", "a teacher")), CASES)
+    "name",
+    slow_but(lambda name: name.startswith(("amaxes", "weights", "a teacher", "updates in backward,")), CASES),
 )
 def test_it_says_what_a_dry_run_of_all_blocks_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, num_layers, num_ranks, cfg = CASES[name]

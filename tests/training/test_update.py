@@ -167,7 +167,7 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def _host_reads(host_tensors: list[Tensor]) -> Iterator[list[str]]:
+def host_reads(host_tensors: list[Tensor]) -> Iterator[list[str]]:
     """Names of what reads a tensor's values meanwhile, but for tensors that are on the host on any device."""
     reads: list[str] = []
     on_host = {tensor.untyped_storage().data_ptr() for tensor in host_tensors}
@@ -205,7 +205,7 @@ def _reads_of_a_step(rank: int, num_ranks: int, kind: str) -> list[dict[str, lis
 
             low_step = run.low.step(step, len(batches))
             low_step.__enter__()
-            with _host_reads(handles) as reads, mock.patch.object(run.optimizer, "step", launched):
+            with host_reads(handles) as reads, mock.patch.object(run.optimizer, "step", launched):
                 loss_sum = tiny_run.forward_backward(run.model, batches, num_targets, run.cfg, world, run.low)
                 low_step.__exit__(None, None, None)
                 loop.update(loss_sum, num_targets)
@@ -221,7 +221,7 @@ def test_the_host_reads_once_a_step_and_only_after_the_update_was_launched(kind:
 
 def test_reads_are_seen_however_they_are_made() -> None:
     tensor, host = torch.ones(2), torch.ones(1)
-    with _host_reads([host]) as reads:
+    with host_reads([host]) as reads:
         float(tensor[0])
         tensor.tolist()
         bool((tensor > 0).all())

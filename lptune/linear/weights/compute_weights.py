@@ -288,6 +288,7 @@ def _adds_to(master: nn.Parameter, weights: Callable[[], ComputeWeights | None])
             master.grad = gradient.to(master.dtype)
         else:
             master.grad += gradient
+        del gradient  # a hook of the master may need the memory
         if (found := weights()) is not None:
             found.note_backward()
         for hook in list((master._post_accumulate_grad_hooks or {}).values()):  # as FSDP2 calls them

@@ -229,12 +229,27 @@ def drop(why: str, text: str = "") -> Rule:
     return rule
 
 
+def _is_off(value: Any) -> bool:
+    return value in (False, 0, "", "none", "None", "disabled")
+
+
 def if_on(why: str, text: str = "") -> Rule:
     """No equivalent; where it is switched off, it is listed as such."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
-        is_off = value in (False, 0, "", "none", "None", "disabled")
-        draft.drop(key, OFF if is_off else why, "" if is_off else text)
+        draft.drop(key, OFF if _is_off(value) else why, "" if _is_off(value) else text)
+
+    return rule
+
+
+def switch_on(ours: str, note: str = "") -> Rule:
+    """Sets `ours` to true; where it is switched off, as by default, it is listed as such."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if _is_off(value):
+            draft.drop(key, OFF)
+        else:
+            draft.set(ours, True, key, note=note)
 
     return rule
 
@@ -261,6 +276,7 @@ PROMPTS = (
 ROWS = "rows per step over all ranks"
 WARMUP = "the first step has lr / warmup_steps, and 0 there"
 OTHER_BITS = "moments of 4 bits or float8 there; here codes of 8 bits with a scale for each 128 elements"
+IN_BACKWARD = "a step is one micro-batch on each rank; max_grad_norm clips by the norm of the step before"
 PAGED = "paged to host memory there; here moments stay on the GPU (parallel.cpu_offload moves them)"
 
 

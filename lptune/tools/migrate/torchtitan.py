@@ -12,6 +12,7 @@ from lptune.tools.migrate.draft import (
     ADAM,
     BY_DESIGN,
     DECAY,
+    IN_BACKWARD,
     MASTER,
     NOT_NEEDED,
     NOT_OFFERED,
@@ -29,6 +30,7 @@ from lptune.tools.migrate.draft import (
     refuse,
     set_batches,
     set_defaults,
+    switch_on,
     to,
     walk,
 )
@@ -488,9 +490,7 @@ RULES: Rules = {
     "optimizer.eps": number_to("optimizer.eps"),
     "optimizer.weight_decay": number_to("optimizer.weight_decay", DECAY),
     **each("optimizer.{implementation,fused}", drop(NOT_NEEDED, "fused where the device has it")),
-    "optimizer.early_step_in_backward": if_on(
-        NOT_OFFERED, "parallel.reduce_every_micro_batch keeps fewer gradients"
-    ),
+    "optimizer.early_step_in_backward": switch_on("optimizer.in_backward", IN_BACKWARD),
     **each("lr_scheduler.{warmup_steps,decay_ratio,decay_type,lr_decay_type}", later),
     **each("lr_scheduler.{min_lr_factor,lr_min}", number_to("schedule.min_lr_ratio")),
     "lr_scheduler.total_steps": drop(NOT_OFFERED, "the schedule ends with the run"),

@@ -12,6 +12,7 @@ from typing import Any
 from lptune.tools.migrate.draft import (
     BY_DESIGN,
     DECAY,
+    IN_BACKWARD,
     MASTER,
     NOT_NEEDED,
     NOT_OFFERED,
@@ -34,6 +35,7 @@ from lptune.tools.migrate.draft import (
     refuse,
     set_batches,
     set_defaults,
+    switch_on,
     to,
     walk,
 )
@@ -547,7 +549,7 @@ RULES: Rules = {
     "optimizer.betas": _betas,
     "optimizer.weight_decay": number_to("optimizer.weight_decay", DECAY),
     **each("optimizer.{fused,foreach}", drop(NOT_NEEDED, "fused where the device has it")),
-    "optimizer_in_bwd": if_on(NOT_OFFERED, "parallel.reduce_every_micro_batch keeps fewer gradients"),
+    "optimizer_in_bwd": switch_on("optimizer.in_backward", IN_BACKWARD),
     "lr_scheduler": _scheduler,
     "loss._component_": _loss,
     "loss.num_output_chunks": drop(NOT_NEEDED, "the size of a chunk is chosen by itself"),

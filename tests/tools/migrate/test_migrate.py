@@ -426,6 +426,15 @@ def test_the_default_decay_is_that_of_the_optimizer(name: str, decay: float, tmp
     assert settings(draft)["optimizer.weight_decay"] == decay
 
 
+def test_an_update_in_backward_of_torchtune_is_one_here(tmp_path: Path) -> None:
+    on, off = (
+        _tune(tmp_path, lambda values, is_on=is_on: values.update(optimizer_in_bwd=is_on))
+        for is_on in (True, False)
+    )
+    assert settings(on)["optimizer.in_backward"] is True
+    assert "optimizer.in_backward" not in settings(off)
+
+
 HOSTILE_TEXT = [
     "${oc.env:HOME}", "cost: ${price}", "\\${oc.env:HOME}", "a\\\\${oc.env:HOME}", "$${x}",
     "\x7f\x85\u2028\ufeff é 😀", "two\nlines\t\\n",

@@ -1,0 +1,211 @@
+"""optimizer.in_backward: each parameter is updated as soon as backward has its gradient, which is then freed.
+
+    backward of block n     gradients of its parameters (under FSDP: after their reduce-scatter)
+                            update these parameters, free the gradients
+    backward of block n-1   ...
+
+Gradients of all parameters never exist together: of a model on one rank the largest one does, under FSDP
+those of one block. That saves 4 bytes a parameter (2 with optimizer.master=none). It asks for three things
+that a step otherwise decides after backward:
+
+**Micro-batches.** Their gradients would have to add up before an update, so a step has one.
+
+**Clipping.** The norm of all gradients is known when the last one is there. Gradients are multiplied by
+
+    min(1, max_grad_norm / norm of the step before)
+
+which is the factor that the step before would have had. The norm is saved in a checkpoint. The first step of
+a run, which knows none, does not clip; nor does the first after a checkpoint of a run that updated after
+backward. A step that is not finite leaves the norm as it is. What one gradient
+adds to an update of AdamW is bounded, however large it is: (1 - beta1) / sqrt(1 - beta2) learning rates. An
+update of sgd is not bounded, so the config refuses clipping there.
+
+**Steps that are not finite.** Ranks agree on whether the loss is finite before backward (`before_backward`);
+if it is not, nothing is updated. A gradient can be inf or NaN all the same. Its parameter is not updated, on
+any rank: of each block ranks exchange which gradients are finite. But parameters whose gradients backward had
+before keep their update, for which their own gradients were finite: no weight and no moment ever becomes NaN.
+Such a step counts as skipped, and a line says so.
+
+The update of a parameter is the optimizer's own step() over that parameter alone, so its bits are those of an
+update after backward if nothing is clipped.
+
+On CUDA under FSDP all this happens on the stream of the reduce-scatter, and the backward of the next block
+goes on meanwhile.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lptune.base.errors import UserError
+from lptune.config import RunConfig
+from lptune.distributed import World, on_this_rank
+from lptune.linear import LowPrecision, fsdp_groups
+from lptune.training.optimizer import clipping_factor, counts_here
+from lptune.training.update import Update, Updated
+
+
+def build_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: World, cfg: RunConfig, low: LowPrecision
+) -> Update:
+    """The update that `cfg` asks for: after backward, or within it. Arguments and errors as of these."""
+    kind = UpdateInBackward if cfg.optimizer.in_backward else Update
+    return kind(model, optimizer, world, cfg.max_grad_norm, low)
+
+
+class UpdateInBackward(Update):
+    """Updates within backward. `before_backward` comes before each backward, and the call after it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        max_grad_norm: float,
+        low: LowPrecision | None = None,
+    ) -> None:
+        """model: parallelized. optimizer: reads `found_inf`; else UserError is raised. low: as of Update."""
+        super().__init__(model, optimizer, world, max_grad_norm, low)
+        if not self._skips_on_device:
+            raise UserError(
+                f"optimizer.in_backward: {type(optimizer).__name__} does not read found_inf, so it could not "
+                "skip a gradient that is not finite (docs/resume.md); set in_backward=false"
+            )
+        self._group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self._together = dict(_reduced_together(model))
+        self._finished = dict[nn.Parameter, list[nn.Parameter]]()  # first of those together -> which
+        self._norms = dict[nn.Parameter, Tensor]()
+        self._bad_loss: Tensor | None = None
+        self._norm_before: float | None = None
+        self._was_torn = False
+        for parameter in self._group_of:
+            parameter.register_post_accumulate_grad_hook(_calling(weakref.ref(self)))
+
+    def counts(self) -> dict[str, float]:
+        """As of Update, and the norm by which the next step clips, unless there is none."""
+        norm = {} if self._norm_before is None else {"last_grad_norm": self._norm_before}
+        return {**super().counts(), **norm}
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Goes on from the `counts` of a checkpoint."""
+        super().restore(saved)
+        self._norm_before = saved.get("last_grad_norm")
+
+    def __call__(self, loss_sum: Tensor, num_targets: float) -> Updated:
+        """Ends the step, after its backward. A collective. Arguments as of Update."""
+        updated = super().__call__(loss_sum, num_targets)
+        if not updated.skipped:
+            self._norm_before, self._was_torn = updated.grad_norm, False
+        elif math.isfinite(updated.loss):
+            self._was_torn = True
+            self._world.print(
+                "warning: a gradient was not finite; what backward had reached before it is updated, the "
+                "rest is not (optimizer.in_backward)"
+            )
+        return updated
+
+    def _kept(self, step: int) -> str:
+        if not self._was_torn:
+            return super()._kept(step)
+        return f"the weights are those of step {step}, but for parameters with finite gradients since"
+
+    @torch.no_grad()
+    def before_backward(self, loss: Tensor) -> None:
+        """Decides on the device whether the loss is finite on all ranks. A collective. Raises RuntimeError
+        for a second loss in a step.
+        """
+        if self._bad_loss is not None:
+            raise RuntimeError("optimizer.in_backward allows one loss and one backward() in a step")
+        self._bad_loss = (~loss.detach().isfinite().all()).to(torch.float32)
+        self._world.max_(self._bad_loss)
+
+    @torch.no_grad()
+    def has_gradient(self, parameter: nn.Parameter) -> None:
+        """Called by backward when `parameter` has its gradient, reduced over ranks."""
+        if self._bad_loss is None:
+            raise RuntimeError(
+                "optimizer.in_backward: step.add(loss) comes before loss.backward(), which updates weights"
+            )
+        if parameter in self._norms:
+            raise RuntimeError("optimizer.in_backward allows one loss and one backward() in a step")
+        together = self._together.get(parameter, (parameter,))
+        finished = self._finished.setdefault(together[0], [])
+        finished.append(parameter)
+        if len(finished) == len(together):
+            self._update(self._finished.pop(together[0]))
+
+    def norm_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The norm of its gradient on this rank (0 where another rank counts it), which is kept from its
+        update to the end of the step.
+        """
+        return self._norms.get(parameter)
+
+    def _update(self, parameters: list[nn.Parameter]) -> None:
+        """Updates `parameters`, and frees their gradients. A collective."""
+        assert self._bad_loss is not None
+        gradients = [on_this_rank(p.grad) for p in parameters if p.grad is not None]
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        bad_P = (~torch.stack(norms).isfinite()).to(torch.float32)
+        self._world.max_(bad_P)
+        bad_P = bad_P.to(self._bad_loss.device).maximum(self._bad_loss)
+        if self._max_grad_norm and self._norm_before is not None:
+            norm = torch.full((), self._norm_before, dtype=torch.float32, device=gradients[0].device)
+            torch._foreach_mul_(gradients, clipping_factor(self._max_grad_norm, norm))
+        del gradients
+        for parameter, norm, bad in zip(parameters, norms, bad_P.unbind(), strict=True):
+            self._norms[parameter] = norm if counts_here(parameter) else torch.zeros_like(norm)
+            self._step_unless(bad, [parameter], functools.partial(self._step, parameter))
+            parameter.grad = None
+
+    def _step(self, parameter: nn.Parameter) -> None:
+        """The optimizer's step over `parameter` alone, without the hooks of a step: they belong to its end,
+        and measure all weights again.
+        """
+        optimizer: Any = self._optimizer
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**self._group_of[parameter], "params": [parameter]}]
+        try:
+            type(optimizer).step.__wrapped__(optimizer)
+        finally:
+            optimizer.param_groups = groups
+
+    def _squares(self) -> Tensor:
+        for parameters in self._finished.values():  # others of their block have no gradient in this step
+            self._update(parameters)
+        self._finished.clear()
+        norms = [self._norms[p] for p in self._model.parameters() if p in self._norms]
+        if not norms:
+            return super()._squares()
+        return torch.stack(norms).to(torch.float64).square().sum()
+
+    def _apply(self, norm: Tensor, skipped: Tensor) -> None:
+        """Nothing is left to update: the step only tells its hooks that weights have changed."""
+        self._optimizer.step()
+        self._norms.clear()
+        self._bad_loss = None
+
+
+def _reduced_together(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[nn.Parameter, ...]]]:
+    """Each trained parameter with those whose gradients FSDP reduces in the same collective."""
+    for group in fsdp_groups(model):
+        trained = tuple(parameter for parameter in group.parameters if parameter.requires_grad)
+        yield from ((parameter, trained) for parameter in trained)
+
+
+def _calling(
+    update: Callable[[], UpdateInBackward | None],
+) -> Callable[[nn.Parameter], None]:
+    """A hook. update: a weak reference, since Python's garbage collector does not look into the hooks of a
+    tensor.
+    """
+
+    def has_gradient(parameter: nn.Parameter) -> None:
+        if (found := update()) is not None:
+            found.has_gradient(parameter)
+
+    return has_gradient
