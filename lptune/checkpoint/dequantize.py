@@ -38,11 +38,11 @@ def read_box(
     bounds = [each.indices(size)[:2] for each, size in zip(box, stored.shape, strict=False)]
     bounds += [(0, size) for size in stored.shape[len(bounds) :]]
     values, scale = _read(open_file, stored, stored.quantized, bounds)
-    if not scale.isfinite().all():
+    if not (scale.isfinite() & (scale >= 0)).all():
         how = stored.quantized
         raise UserError(
-            f"{index.folder / how.scale_file}: scale {how.scale!r} holds values that are not finite; "
-            "download the checkpoint again"
+            f"{index.folder / how.scale_file}: scale {how.scale!r} holds values that are not finite or are "
+            "below 0; download the checkpoint again"
         )
     return values
 

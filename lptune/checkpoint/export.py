@@ -416,7 +416,8 @@ def _write_rest(
         in_8_bits = {name for name, target in stored.items() if target.scale}
         shapes = {name: stored[name].shape for name in base.tensors if name in stored}
         high = modules_that_stay_high(shapes, in_8_bits, facts.word_names)
-        corrections["quantization_config"] = quantizer.config(high)
+        is_part = isinstance(read_json(scratch / "config.json").get("text_config"), dict)
+        corrections["quantization_config"] = quantizer.config(high, is_part=is_part)
     content = read_json(scratch / "config.json")
     kept = {key: value for key, value in content.items() if key not in QUANTIZED_KEYS}
     if corrections or len(kept) < len(content):

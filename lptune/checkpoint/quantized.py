@@ -18,6 +18,7 @@ Only layers that ran in 8 bits are stored in them. All others stay high, and the
 """
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
 
-_REQUANTIZE = "export without export.quantized, and quantize that with the server's tool"
+_REQUANTIZE = "`lptune export RUN FOLDER --quantized none` exports it high, for the server's tool to quantize"
+_OWNERS = re.compile(r"(model\.)?(language_model\.)?(model\.)?")
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,15 @@ class Quantizer:
             raise UserError(f"{name}: holds NaN or infinite values; export an earlier checkpoint")
         return q_NK.contiguous(), scale.reshape(scale_shape).contiguous()
 
-    def config(self, high: Collection[str]) -> dict[str, Any]:
-        """`quantization_config` of config.json. high: modules that stay high."""
+    def config(self, high: Collection[str], *, is_part: bool) -> dict[str, Any]:
+        """`quantization_config` of config.json. high: modules that stay high. is_part: the folder's model
+        also sees, so the module of a reader is not named as its tensor: `model.vision_tower.…`.
+        """
+        if is_part:
+            others = [_OWNERS.sub("", name, count=1) for name in high]
+            if not self.kind.weight_block:  # where a name may be a pattern
+                others = [rf"re:(.*\.)?{re.escape(name)}$" for name in others]
+            high = list(dict.fromkeys([*high, *others]))
         if self.kind.weight_block:
             return {
                 "quant_method": "fp8",

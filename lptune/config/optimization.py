@@ -41,7 +41,7 @@ class OptimizerConfig:
     stochastically, with bfloat16 gradients: 4 bytes a parameter less than 8 (docs/optimizers.md)."""
     in_backward: bool = False
     """Update each parameter as soon as backward has its gradient, and free that. A step is then one
-    micro-batch on each rank, and max_grad_norm clips by the norm of the step before (docs/optimizers.md)."""
+    micro-batch on each rank (docs/optimizers.md says what else changes)."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0

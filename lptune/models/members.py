@@ -38,8 +38,9 @@ def _text_part(keys: Keys, text: dict[str, Any], folder: Path) -> Facts | None:
     if prefix is None:
         return None
     head = next((name for name in stored if name.endswith("lm_head.weight")), None)
-    # The whole model ties its head, whatever the part says.
-    tied = head is None or bool(keys.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    # What the whole model says wins over what the part says, as in transformers.
+    ties = keys.get("tie_word_embeddings")
+    tied = head is None or bool(text.get("tie_word_embeddings") if ties is None else ties)
     try:
         config = config_from_keys(Keys({**text, "tie_word_embeddings": tied}, {}, keys.where))
     except UserError:  # a setting that is not ours

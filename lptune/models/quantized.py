@@ -64,7 +64,12 @@ def read_scheme(keys: Keys) -> _Scheme | None:
     found = keys.get(key)
     if found is None:
         return None
-    found = found if isinstance(found, dict) else {"quant_method": found}
+    if not isinstance(found, dict):
+        raise keys.error(key, f"expected settings, found {found!r:.40}; download the file again")
+    for runtime in ("transform_config", "sparsity_config"):
+        value = found.get(runtime) or {}
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+            raise keys.error(key, f"{runtime} changes what the weights compute, which is not read; {_READS}")
     method = found.get("quant_method")
     if method == "fp8":
         size = found.get("weight_block_size")

@@ -4,6 +4,7 @@ read as transformers dequantizes it.
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lptune.base.text import group_name, names_of_group
 from lptune.checkpoint.adapter import read_piece
 from lptune.checkpoint.card import Part, run_parts
 from lptune.checkpoint.hf import iter_tensors
-from lptune.checkpoint.quantized import how_to_quantize
+from lptune.checkpoint.quantized import Quantizer, how_to_quantize, modules_that_stay_high
 from lptune.checkpoint.state import About, RunState, base_digests
 from lptune.config import CheckpointConfig, ExportConfig, FinetuneConfig
 from lptune.distributed import Piece
@@ -209,6 +210,41 @@ def test_transformers_loads_it_and_computes_by_the_rule_of_the_format(
     with torch.no_grad():
         found, wanted = theirs(ids_BS).logits, ours(ids_BS).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_what_a_model_has_beside_its_text_part_stays_high_under_the_names_of_transformers(
+    tmp_path: Path,
+) -> None:
+    """Tensors of such folders are named otherwise than the modules that read them."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=65, tie_word_embeddings=False),
+        vision_config=CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
+        tie_word_embeddings=False,
+        image_token_index=64,
+    )
+    model = LlavaForConditionalGeneration(config)
+    model.save_pretrained(tmp_path)
+    stored = {name: each.shape for name, each in checkpoint.read_index(tmp_path).tensors.items()}
+    facts = models.read_config(tmp_path)
+    in_8_bits = {
+        name for name, shape in stored.items() if "language_model.model.layers" in name and shape[1:]
+    }
+    assert in_8_bits
+    kind = linear.KINDS["int8_rowcol"]
+    quantizer = Quantizer("int8", kind, torch.bfloat16, frozenset(), ())
+    high = modules_that_stay_high(stored, in_8_bits, facts.word_names)
+    ignore = quantizer.config(high, is_part=True)["ignore"]
+    matrices = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found = [
+        name
+        for name in matrices
+        if any(re.match(e[3:], name) if e.startswith("re:") else e == name for e in ignore)
+    ]
+    assert found == [name for name in matrices if "language_model.layers" not in name]
+    assert len(found) > 3
 
 
 def _check_rows(found: Tensors, high: Tensors, num: int) -> None:
@@ -487,6 +523,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors, str], None], str]] = {
         lambda t, n: t[f"{n}_scale"][7].fill_(torch.nan),
         "scale .* holds values that are not finite",
     ),
+    "below 0": ("int8_rows", lambda t, n: t[f"{n}_scale"].neg_(), "scale .* below 0"),
 }
 
 
@@ -513,6 +550,8 @@ def test_what_is_not_read_is_one_line_and_the_commands_know_the_rest(tmp_path: P
     content = json.loads((folder / "config.json").read_text("utf-8"))
     for change, line in (
         ({"quant_method": "gptq"}, r"quantized \(gptq\)"),
+        ("fp8", "expected settings, found 'fp8'"),
+        (_ct("channel", "int") | {"transform_config": {"config_groups": {"R3": {}}}}, "transform_config"),
         (_ct("group", "int"), "is not symmetric 8-bit"),
         (FP8 | {"weight_block_size": [0, 128]}, "two sizes of a block"),
         (None, r"stored as F8_E4M3; only .* quantization_config"),
