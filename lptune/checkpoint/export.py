@@ -55,12 +55,12 @@ from lptune.checkpoint.manifest import (
     step_of,
     verify,
 )
-from lptune.checkpoint.quantized import Quantizer, how_to_quantize, modules_that_stay_high
+from lptune.checkpoint.quantized import Quantizer, how_to_quantize, kind_for, modules_that_stay_high
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
 from lptune.config import ExportConfig
 from lptune.distributed import Piece, SideGroup, World, side_group
-from lptune.linear import INT8_SCALE
+from lptune.linear import INT8_SCALE, KINDS, Plan
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors
 from lptune.models.quantized import QUANTIZED_KEYS
 from lptune.numerics import FORMATS
@@ -194,6 +194,15 @@ def _export(
         # Remove what a failure leaves. All ranks have stopped writing.
         if made is not None:
             made.remove()
+
+
+def check_form(base: HFIndex, cfg: ExportConfig, plan: Plan, kind: str) -> None:
+    """Raises UserError if `export.quantized`, which is not `none`, has no form for a layer that `plan`
+    converts. So a run ends before it trains, not after. kind: `precision.kind`.
+    """
+    low = frozenset(f"{layer.name}.weight" for layer in plan.converted)
+    rounds = kind_for(cfg.quantized, KINDS[kind])
+    plan_files(base, cfg, Quantizer(cfg.quantized, rounds, torch.float32, low, ()))
 
 
 def plan_files(base: HFIndex, cfg: ExportConfig, quantizer: Quantizer | None = None) -> Files:

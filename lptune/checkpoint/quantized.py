@@ -34,7 +34,10 @@ from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
 
-_REQUANTIZE = "`lptune export RUN FOLDER --quantized none` exports it high, for the server's tool to quantize"
+_REQUANTIZE = (
+    "set export.quantized=none (later: `lptune export RUN FOLDER --quantized none`), and quantize that with the "
+    "server's tool"
+)
 _OWNERS = re.compile(r"(model\.)?(language_model\.)?(model\.)?")
 
 
@@ -124,6 +127,14 @@ class Quantizer:
         }
 
 
+def kind_for(format_: str, trained: Kind) -> Kind:
+    """The kind that rounds for `format_`: `trained`, or of the others the most precise that the format has,
+    with a scale per row or block.
+    """
+    usual = next(each for each in KINDS.values() if each.served_as == format_ and not each.one_scale)
+    return trained if trained.served_as == format_ else usual
+
+
 def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
     """How to export a checkpoint as `export.quantized`, which is not `none`. part: the last steps before it.
 
@@ -142,9 +153,7 @@ def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
             f"export.quantized={format_}; {_REQUANTIZE}"
         )
     trained = KINDS[part.precision]
-    # Of the others the most precise that the format has: with a scale per row or block.
-    usual = next(each for each in KINDS.values() if each.served_as == format_ and not each.one_scale)
-    kind = trained if trained.served_as == format_ else usual
+    kind = kind_for(format_, trained)
     notes = []
     if kind is not trained:
         notes.append(

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from lptune.base.progress import is_verbose
-from lptune.checkpoint.export import export_hf
+from lptune.checkpoint.export import check_form, export_hf
 from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base
 from lptune.checkpoint.hosts import check_same
 from lptune.checkpoint.load import load_state
@@ -122,6 +122,7 @@ class Run:
         UserError as `hf.read_base` and `resume.find_checkpoint` do.
         """
         base = read_base(self.cfg.model.path, self.world.print, backend=self.cfg.model.backend)
+        self._index = base.index
         found = find_checkpoint(self.folder.checkpoints, self.cfg.resume, self.world, self.world.print)
         if found is not None:
             self._continues, self._saved = found, read_state(found)
@@ -152,6 +153,8 @@ class Run:
         `data.learned_stops`, for the export.
         """
         check_num_averaged(self.cfg, num_steps)
+        if self.cfg.export.quantized != "none":
+            check_form(self._index, self.cfg.export, plan, self.cfg.precision.kind)
         self._num_steps, self._data_digest = num_steps, data_digest
         plan, day = plan.with_high(self._fell_back), self.started_on
         self._state = state_of_run(

@@ -19,6 +19,7 @@ from lptune.base.errors import UserError
 from lptune.base.text import group_name, names_of_group
 from lptune.checkpoint.adapter import read_piece
 from lptune.checkpoint.card import Part, run_parts
+from lptune.checkpoint.export import check_form
 from lptune.checkpoint.hf import iter_tensors
 from lptune.checkpoint.quantized import Quantizer, how_to_quantize, modules_that_stay_high
 from lptune.checkpoint.state import About, RunState, base_digests
@@ -319,6 +320,11 @@ def test_what_no_format_has_is_one_line_and_other_rounding_a_note(
         with pytest.raises(UserError, match=line):
             _export(path, of, tmp_path / "refused", "int8")
         assert not (tmp_path / "refused").exists()
+    # A run asks before it trains.
+    model = checkpoint.read_base(str(stacked_base), print).build_on_meta()
+    plan = linear.convert(model, "int8_rowcol")
+    with pytest.raises(UserError, match="has no form for model.layers.0.mlp.experts.gate_up_proj"):
+        check_form(checkpoint.read_index(stacked_base), ExportConfig(quantized="int8"), plan, "int8_rowcol")
     with pytest.raises(UserError, match=r"export.quantized: .* trains nothing in them"):
         dataclasses.replace(_config("none"), export=ExportConfig(quantized="int8"))
 
