@@ -35,8 +35,8 @@ from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
 
 _REQUANTIZE = (
-    "set export.quantized=none (later: `lptune export RUN FOLDER --quantized none`), and quantize that with the "
-    "server's tool"
+    "set export.quantized=none (later: `lptune export RUN FOLDER --quantized none`), and quantize that with "
+    "the server's tool"
 )
 _OWNERS = re.compile(r"(model\.)?(language_model\.)?(model\.)?")
 

@@ -323,7 +323,7 @@ def test_what_no_format_has_is_one_line_and_other_rounding_a_note(
     # A run asks before it trains.
     model = checkpoint.read_base(str(stacked_base), print).build_on_meta()
     plan = linear.convert(model, "int8_rowcol")
-    with pytest.raises(UserError, match="has no form for model.layers.0.mlp.experts.gate_up_proj"):
+    with pytest.raises(UserError, match=r"has no form for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         check_form(checkpoint.read_index(stacked_base), ExportConfig(quantized="int8"), plan, "int8_rowcol")
     with pytest.raises(UserError, match=r"export.quantized: .* trains nothing in them"):
         dataclasses.replace(_config("none"), export=ExportConfig(quantized="int8"))
