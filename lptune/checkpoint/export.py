@@ -410,11 +410,11 @@ def _write_rest(
             to.open("xb") as written,
         ):
             shutil.copyfileobj(read, written)
+    content = read_json(scratch / "config.json")
     corrections: dict[str, Any] = {}
     if cfg.dtype != "original":
         # transformers 5 writes `dtype`, older versions `torch_dtype`. The key that is there is corrected.
-        key = "dtype" if "dtype" in read_json(scratch / "config.json") else "torch_dtype"
-        corrections[key] = cfg.dtype
+        corrections["dtype" if "dtype" in content else "torch_dtype"] = cfg.dtype
     facts = models.read_config(base.folder)
     words = [targets[name] for targets in files.values() for name in facts.word_names if name in targets]
     parameters = {source.parameter for target in words for source in target.sources}
@@ -425,9 +425,8 @@ def _write_rest(
         in_8_bits = {name for name, target in stored.items() if target.scale}
         shapes = {name: stored[name].shape for name in base.tensors if name in stored}
         high = modules_that_stay_high(shapes, in_8_bits, facts.word_names)
-        is_part = isinstance(read_json(scratch / "config.json").get("text_config"), dict)
+        is_part = isinstance(content.get("text_config"), dict)
         corrections["quantization_config"] = quantizer.config(high, is_part=is_part)
-    content = read_json(scratch / "config.json")
     kept = {key: value for key, value in content.items() if key not in QUANTIZED_KEYS}
     if corrections or len(kept) < len(content):
         write_json(scratch / "config.json", kept | corrections)

@@ -17,6 +17,9 @@ from lptune.models.families import FAMILIES, config_from_keys
 from lptune.models.headers import read_index
 from lptune.models.keys import Keys
 from lptune.models.presets import find_preset
+from lptune.models.quantized import QUANTIZED_KEYS
+
+_WORDS = re.compile(r"((?:model\.)?language_model\.(?:model\.)?)embed_tokens\.weight")
 
 
 def _decoder(keys: Keys, folder: Path) -> Facts | None:
@@ -26,12 +29,9 @@ def _decoder(keys: Keys, folder: Path) -> Facts | None:
     return config_from_keys(keys) if isinstance(family, str) and family in FAMILIES else None
 
 
-_WORDS = re.compile(r"((?:model\.)?language_model\.(?:model\.)?)embed_tokens\.weight")
-
-
 def _text_part(keys: Keys, text: dict[str, Any], folder: Path) -> Facts | None:
     """The text part of a folder whose model also sees or hears; None: transformers decides."""
-    if text.get("model_type") not in FAMILIES or keys.get("quantization_config") is not None:
+    if text.get("model_type") not in FAMILIES or any(keys.get(key) is not None for key in QUANTIZED_KEYS):
         return None
     stored = read_index(folder).tensors if any(folder.glob("*.safetensors")) else {}
     prefix = next((found[1] for name in stored if (found := _WORDS.fullmatch(name))), None)

@@ -81,6 +81,8 @@ class UpdateInBackward(Update):
         self._finished = dict[nn.Parameter, list[nn.Parameter]]()  # first of those together -> which
         self._norms = dict[nn.Parameter, Tensor]()
         self._bad_loss: Tensor | None = None
+        self._factor: Tensor | None = None
+        """By which this step's gradients are multiplied; None: they are not clipped."""
         self._norm_before: float | None = None
         self._was_torn = False
         for parameter in self._group_of:
@@ -123,6 +125,10 @@ class UpdateInBackward(Update):
             raise RuntimeError("optimizer.in_backward allows one loss and one backward() in a step")
         self._bad_loss = (~loss.detach().isfinite().all()).to(torch.float32)
         self._world.max_(self._bad_loss)
+        self._factor = None
+        if self._max_grad_norm and self._norm_before is not None:
+            norm = torch.full((), self._norm_before, dtype=torch.float32, device=loss.device)
+            self._factor = clipping_factor(self._max_grad_norm, norm)
 
     @torch.no_grad()
     def has_gradient(self, parameter: nn.Parameter) -> None:
@@ -152,10 +158,9 @@ class UpdateInBackward(Update):
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         bad_P = (~torch.stack(norms).isfinite()).to(torch.float32)
         self._world.max_(bad_P)
-        bad_P = bad_P.to(self._bad_loss.device).maximum(self._bad_loss)
-        if self._max_grad_norm and self._norm_before is not None:
-            norm = torch.full((), self._norm_before, dtype=torch.float32, device=gradients[0].device)
-            torch._foreach_mul_(gradients, clipping_factor(self._max_grad_norm, norm))
+        bad_P = bad_P.maximum(self._bad_loss)
+        if self._factor is not None:
+            torch._foreach_mul_(gradients, self._factor)
         del gradients
         for parameter, norm, bad in zip(parameters, norms, bad_P.unbind(), strict=True):
             self._norms[parameter] = norm if counts_here(parameter) else torch.zeros_like(norm)
