@@ -74,9 +74,8 @@ def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, s
     if preset is None and folder.is_dir():
         if any(folder.glob("*.safetensors")):  # otherwise the folder has no weights
             index = models.read_index(folder)
-            models.read_config(
-                folder, cfg.model.backend
-            )  # what it refuses, it refuses before torch is imported
+            # What it refuses, it refuses before torch is imported.
+            models.read_config(folder, cfg.model.backend)
             with progress.in_place("loading torch ..."):
                 from lptune import checkpoint
             config = checkpoint.read_config(index, click.echo, cfg.model.backend)
