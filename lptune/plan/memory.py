@@ -193,7 +193,7 @@ class MemoryLog(TorchDispatchMode):
         stands for others, but the last block, which stands for itself, takes as much memory later.
         """
         for blocks, group in itertools.groupby(self._spans, key=lambda span: span.blocks):
-            spans, times = list(group), dict[int, float](self._times)
+            spans, times = list(group), self._times
             if blocks is not None:
                 ran, times = {span.number: span for span in spans}, {}
                 assert len(ran) == len(spans), "a block ran twice in a phase"
