@@ -70,10 +70,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeGpus]:
 
 
 def lines(*, measure: bool = False, without: tuple[str, ...] = ("gloo", "compilation")) -> dict[str, Line]:
-    """Name -> finding of the probes with torch, in this process."""
+    """Name -> finding of the probes with torch, in this process; "recommendation" -> the recommended kind."""
     probes = [(s, probe) for s, probe in with_torch.probes(measure=measure) if probe.__name__ not in without]
     found = [line for section, probe in probes for line in examined(section, [probe])]
-    return {line.name: line for line in found}
+    # The recommendation bears the name of a kind, which has a line of its own.
+    return {line.section if line.section == "recommendation" else line.name: line for line in found}
 
 
 def test_a_machine_with_two_h100_runs_all_kinds_and_is_told_published_speeds(gpus: FakeGpus) -> None:
@@ -87,16 +88,15 @@ def test_a_machine_with_two_h100_runs_all_kinds_and_is_told_published_speeds(gpu
     assert found["topology"].text.startswith("2 of 2 pairs reach each other's memory")
     assert found["NCCL"].text == "2.27.5"
     assert found["none"].text == "bf16 everywhere; GEMMs 990 TFLOP/s published"
-    # int8_rowcol comes again, as the recommendation.
-    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int8_rowcol"}:
+    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only"}:
         fmt = "int8" if kind.startswith("int8") else "float8"
         assert re.fullmatch(
             rf"native, by (lptune's Triton kernels|torch); {fmt} GEMMs 1,979 TFLOP/s published, 2.0x bf16",
             found[kind].text,
         ), kind
     assert "others" not in found
-    best = found["int8_rowcol"]
-    assert best.section == "recommendation"
+    best = found["recommendation"]
+    assert best.name == "int8_rowcol"
     assert best.text == f"int8 GEMMs are 2.0x as fast as bf16 on {H100} (published)"
 
 
@@ -119,7 +119,7 @@ def test_a_gpu_with_published_peaks_is_measured_in_bf16_alone(
     gpus("Some GPU", (9, 0))
     found = lines(measure=True)
     assert "300 TFLOP/s measured, 1.0x bf16" in found["float8_tensorwise"].text
-    assert found["none"].section == "recommendation"
+    assert found["recommendation"].name == "none"
     assert asked == [("bf16",), ("bf16", "float32", "int8", "e4m3")]
 
 
@@ -411,7 +411,7 @@ A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
         (("Tesla T4", (7, 5)), {"gb": 15}, "gpu 0", PROBLEM, "Ampere"),
         ((H100, (9, 0)), {"free": 0.3}, "gpu 0", NOTE, "nvidia-smi"),
         ((f"{H100} MIG 1g.10gb", (9, 0)), {"gb": 10}, "gpu 0", NOTE, "peaks are not known"),
-        ((f"{H100} MIG 1g.10gb", (9, 0)), {"gb": 10}, "int8_rowcol", OK, "its GEMM is native on"),
+        ((f"{H100} MIG 1g.10gb", (9, 0)), {"gb": 10}, "recommendation", OK, "its GEMM is native on"),
         (("NVIDIA GeForce RTX 4090", (8, 9)), {"count": 2, "peers": False}, "topology", NOTE, "0 of 2 pairs"),
     ],
 )
