@@ -1,4 +1,4 @@
-"""A real checkpoint on real data: the loss falls, INT8 ends where bfloat16 does, and transformers agrees."""
+"""A real checkpoint on real data: the loss falls, INT8 ends where float32 does, and transformers agrees."""
 
 from pathlib import Path
 
@@ -24,11 +24,12 @@ def _config(assets: Path, folder: Path) -> Path:
     values = {
         "model": {"path": str(assets / "models" / "story_llama")},
         "data": {"source": source, "chat_template": CHAT_TEMPLATE, "eval_fraction": 0.1, "seq_len": 512},
-        "optimizer": {"lr": 1.0e-3},
+        "optimizer": {"lr": 2.0e-3},
         "schedule": {"warmup_steps": 5},
         "global_batch_size": 8,
-        "num_epochs": 20,
+        "num_epochs": 10,
         "micro_batch_size": 4,
+        "compute_dtype": "float32",  # a processor without bfloat16 would take minutes for what is not INT8
         "compile": "none",
         "activation_checkpointing": "none",
         "device": "cpu",
@@ -38,7 +39,7 @@ def _config(assets: Path, folder: Path) -> Path:
     return path
 
 
-def test_held_out_loss_falls_by_a_fifth_and_int8_ends_within_one_percent_of_bfloat16(
+def test_held_out_loss_falls_by_a_fifth_and_int8_ends_within_one_percent_of_float32(
     assets: Path, run_recipe: Run, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
