@@ -1,11 +1,12 @@
 """Files of a run: reads and writes Hugging Face folders, checkpoints and the run folder. Never unpickles."""
 
+from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint.adapter import match_tensors
 from lptune.checkpoint.export import EMA, export_hf
 from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base, read_config, weights_digest
 from lptune.checkpoint.hosts import check_same, check_shared
 from lptune.checkpoint.load import load_state, load_weights
-from lptune.checkpoint.manifest import Manifest, list_checkpoints, verify
+from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.resume import (
     causes_of_change,
     check_fingerprint,

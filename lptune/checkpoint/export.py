@@ -32,6 +32,7 @@ from lptune import models
 from lptune.base.errors import UserError
 from lptune.base.files import fsync_path, kind_of, open_regular, read_json, write_json, write_text
 from lptune.base.model_folder import generation_config, model_file, read_stop_ids, transformers_stop_ids
+from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.base.text import size_text
 from lptune.checkpoint.adapter import Source, arranged, match_tensors, region
 from lptune.checkpoint.card import model_card, read_parts
@@ -47,14 +48,7 @@ from lptune.checkpoint.files import (
 )
 from lptune.checkpoint.hf import read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
-from lptune.checkpoint.manifest import (
-    Manifest,
-    list_checkpoints,
-    read_manifest,
-    step_folder_name,
-    step_of,
-    verify,
-)
+from lptune.checkpoint.manifest import Manifest, read_manifest, verify
 from lptune.checkpoint.quantized import Quantizer, how_to_quantize, kind_for, modules_that_stay_high
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums

@@ -37,6 +37,7 @@ import torch
 import lptune
 from lptune.base.errors import UserError
 from lptune.base.files import MEBI, parse_json, read_bytes, write_text
+from lptune.base.step_folders import step_folder_name
 from lptune.checkpoint.files import num_threads, sha256, why
 from lptune.distributed import SideGroup
 from lptune.models.headers import read_shapes
@@ -112,25 +113,6 @@ class Manifest:
         """
         boxes = [shard.box for shard in self.shards.get(name, [])] or [((0, 0), (0, 0))]
         return tuple(max(first + number for first, number in dim) for dim in zip(*boxes, strict=True))
-
-
-def step_folder_name(step: int) -> str:
-    """The folder name of a checkpoint: `step-00000100` for 100."""
-    return f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint's folder: 100 for `step-00000100`."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The published checkpoints of a run, newest first."""
-    # [0-9], not isdigit: isdigit accepts the ² of step-², which int() refuses.
-    found = [
-        path for path in folder.glob("step-*") if re.fullmatch("[0-9]+", path.name[5:]) and path.is_dir()
-    ]
-    return sorted(found, key=step_of, reverse=True)
 
 
 def describe_file(path: Path) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import torch
 
 from lptune.base.errors import UserError
 from lptune.base.model_folder import read_stop_ids
+from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
-from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_folder_name, step_of, verify
+from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.state import RunState, about_run, base_digests
 from lptune.config import (
     OPTIMIZER_KINDS,

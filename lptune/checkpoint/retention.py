@@ -15,8 +15,9 @@ from typing import Any
 from lptune.base.errors import UserError
 from lptune.base.files import LongLineError, lines_of, object_of, read_json
 from lptune.base.progress import print_line
+from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.checkpoint.files import remove_folder, remove_leftover, set_aside
-from lptune.checkpoint.manifest import check_sizes, list_checkpoints, step_folder_name, step_of
+from lptune.checkpoint.manifest import check_sizes
 from lptune.config import CheckpointConfig
 
 _OURS = re.compile(r"[a-z]+-[0-9]{5}[0-9-]*\.safetensors|rank-[0-9]{5}\.json|(state|manifest)\.json")

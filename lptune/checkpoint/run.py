@@ -27,11 +27,12 @@ import torch
 from torch import nn
 
 from lptune.base.progress import is_verbose
+from lptune.base.step_folders import step_folder_name, step_of
 from lptune.checkpoint.export import check_form, export_hf
 from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base
 from lptune.checkpoint.hosts import check_same
 from lptune.checkpoint.load import load_state
-from lptune.checkpoint.manifest import Manifest, step_folder_name, step_of, verify
+from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.reference import ReferenceFile
 from lptune.checkpoint.resume import (
     change_of_optimizer,

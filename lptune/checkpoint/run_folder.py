@@ -55,9 +55,10 @@ from lptune.base.files import (
     write_text,
 )
 from lptune.base.progress import RECIPE
+from lptune.base.step_folders import list_checkpoints, step_of
 from lptune.checkpoint.files import remove_leftover, set_aside
 from lptune.checkpoint.hosts import check_one_config, check_shared
-from lptune.checkpoint.manifest import Manifest, list_checkpoints, step_of
+from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.retention import evaluations
 from lptune.config import RUN_FILES, RUN_FOLDERS, ExportConfig, RunConfig, check_inputs_stay, to_yaml
 from lptune.distributed import World, side_group

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from lptune.base.errors import UserError, remedy
 from lptune.base.files import TEMPORARY, HeldFolder, read_json, write_json
+from lptune.base.step_folders import list_checkpoints, step_folder_name
 from lptune.base.text import size_text
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
@@ -49,13 +50,7 @@ from lptune.checkpoint.files import (
     set_aside,
     why,
 )
-from lptune.checkpoint.manifest import (
-    Shard,
-    describe_file,
-    list_checkpoints,
-    step_folder_name,
-    write_manifest,
-)
+from lptune.checkpoint.manifest import Shard, describe_file, write_manifest
 from lptune.checkpoint.retention import remove_old
 from lptune.checkpoint.state import RunState
 from lptune.checkpoint.stored import (

@@ -6,8 +6,9 @@ works, too.
 """
 
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -17,7 +18,7 @@ from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
 from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, rank
 
-_OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--help", "-h")
+_OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--restarts", "--help", "-h")
 
 
 @click.command(
@@ -31,12 +32,20 @@ _OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--
 )
 @click.option("-v", "--verbose", is_flag=True, help="Print the precision of every layer, too.")
 @click.option("--nnodes", metavar="N", help="Machines; needs --rdzv-endpoint HOST:PORT (docs/multi_node.md).")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Start the run again after a failure, at most N times in a row without a new checkpoint.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
 def run(
     config_name: str | None,
     nproc_per_node: str | None,
     nnodes: str | None,
     verbose: bool,
+    restarts: int,
     arguments: tuple[str, ...],
 ) -> None:
     """Run RECIPE (a name or a path) with CONFIG and key=value overrides.
@@ -60,9 +69,10 @@ def run(
     config_path = catalog.find_config(config_name)
     names = recipe_path, positional[0], config_name
     if rank.is_rank():
-        if torchrun_flags or any(counts.values()):
+        if torchrun_flags or restarts or any(counts.values()):
             raise UserError(
-                "run: this process is a rank already (RANK is set); leave torchrun's flags to its launcher"
+                "run: this process is a rank already (RANK is set); leave torchrun's flags and --restarts to "
+                "its launcher"
             )
         rank.as_rank(lambda: _run_here(recipe.load(recipe_path, config_path, overrides), *names))
         return
@@ -76,20 +86,35 @@ def run(
             preflight.check(cfg, 1 if num_machines == 1 else None, num_local_ranks)
         else:
             preflight.check_models(cfg)
+    given = [f"{name}={value}" for name, value in counts.items() if value is not None]
+    if restarts:
+        _supervise(
+            cfg, restarts, [*torchrun_flags, *given, positional[0], "--config", config_name, *overrides]
+        )
     is_asked = any(value not in (None, "1", "1:1") for value in counts.values())
     if torchrun_flags or is_asked or flags.launches_by_environment():
         # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.
         if not torchrun_flags and flags.known_ranks(nnodes, nproc_per_node)[0] == 1:
             banner.show_in_launcher(cfg, *names[1:])
-        torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
         launcher.torchrun(
-            torchrun_flags,
+            [*torchrun_flags, *given],
             ["run", str(recipe_path), "--config", str(config_path), *overrides],
             cfg,
             recipe_path,
         )
     flags.stay_on_loopback()
     _run_here(cfg, *names)
+
+
+def _supervise(cfg: Any, restarts: int, arguments: list[str]) -> NoReturn:
+    """Runs `lptune run ARGUMENTS`, again after failures, and exits with its code."""
+    from lptune.launch.restarts import supervise
+
+    if getattr(cfg, "resume", "auto") != "auto":
+        raise UserError(f"run: --restarts goes on from the newest checkpoint; resume={cfg.resume} would not")
+    launcher.let_ranks_find_lptune()
+    output_dir = cfg.output_dir if isinstance(cfg, RunConfig) else None
+    sys.exit(supervise(["run", *arguments], restarts, output_dir))
 
 
 def _run_here(cfg: Any, path: Path, recipe_name: str, config_name: str) -> None:

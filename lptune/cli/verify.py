@@ -31,7 +31,7 @@ def verify(path: Path) -> None:
     if not (path / "checkpoints").is_dir():
         click.echo(f"ok: {path}: {_verify(path)}")
         return
-    from lptune.checkpoint import list_checkpoints
+    from lptune.base.step_folders import list_checkpoints
 
     parts = [*reversed(list_checkpoints(path / "checkpoints"))]
     parts += [path / "export"] if (path / "export").is_dir() else []

@@ -5,7 +5,8 @@
                       rendezvous.py  the launchers of several machines meet, in a store that one hosts
                       watch.py       ends all ranks after the first failure, and prints the cause
                       exchange.py    messages between the launchers of several machines
-    in a sweep        bound.py       a run as a process that does not outlive its sweep
+    above it          restarts.py    starts a launch again after a failure (`--restarts`)
+                      bound.py       a run as a process that does not outlive its parent
     in a rank         rank.py        start and end of a process that is a rank
     in both           outcome.py     files by which a rank tells how it ends
                       log.py         output of the ranks that do not print to the console

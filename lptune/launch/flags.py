@@ -1,7 +1,7 @@
 """torchrun's flags: how they are told from the rest of a command line, completed and checked.
 
-lptune adds nothing to torchrun's own parser. It refuses the flags that a run cannot follow (a number of
-machines that changes, restarts within a launch), and chooses the rendezvous where no flag does.
+lptune adds nothing to torchrun's own parser. It refuses the flags that a launch cannot follow (restarts
+within it), and chooses the rendezvous where no flag does.
 """
 
 import copy
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from lptune.base.errors import UserError, closest
 from lptune.base.text import printable
 from lptune.launch.rendezvous import BACKEND, LOOPBACK, NUMBERS, MeetingPoint, is_address
+from lptune.launch.restarts import SUPERVISED
 
 if TYPE_CHECKING:
     import argparse
@@ -77,7 +78,8 @@ def known_ranks(
 
     here: whether the run starts in this environment, with its variables of torchrun.
     """
-    numbers = [(nnodes or "1").partition(":")[0], nproc_per_node or "1"]
+    smallest, _, largest = (nnodes or "1").partition(":")
+    numbers = [smallest if largest in ("", smallest) else "some", nproc_per_node or "1"]
     is_set = here and any(name.startswith("PET_") for name in os.environ)
     if is_set or not all(map(str.isdigit, numbers)):
         return None, None
@@ -112,15 +114,18 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
     UserError for what could only hang.
     """
     smallest, _, largest = str(args.nnodes).partition(":")
-    if largest not in ("", smallest):
+    num_machines, min_machines = int(largest or smallest), int(smallest)
+    if min_machines > num_machines:
+        raise UserError(f"run: --nnodes: {args.nnodes}: the first number is the smaller one")
+    is_supervised = SUPERVISED in os.environ
+    if min_machines < num_machines and not is_supervised:
         raise UserError(
-            f"run: --nnodes: {args.nnodes}: a run does not change its size while it runs; give one number, "
-            "and start it again with another (resume: auto continues it)"
+            f"run: --nnodes: {args.nnodes}: a launch does not change its size; give one number, or add "
+            "--restarts N, which goes on with the machines that are left"
         )
     if args.max_restarts:
         raise UserError(
-            "run: --max-restarts: ranks are not restarted within a launch; run the same command again "
-            "(resume: auto continues it)"
+            "run: --max-restarts: ranks are not restarted within a launch; --restarts N starts the run again"
         )
     if args.rdzv_backend != "static":
         raise UserError(
@@ -128,8 +133,7 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
             "their own way, in which nothing is unpickled; leave it out"
         )
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
-    num_machines = int(smallest)
-    timeout_s = _join_timeout_s(args.rdzv_conf)
+    timeouts_s = _timeouts_s(args.rdzv_conf)
     run_id = args.rdzv_id if args.rdzv_id != "none" else next(
         (os.environ[name] for name in _JOB_IDS if os.environ.get(name)),
         # Not of the config: machines whose configs differ must meet to be told so.
@@ -142,7 +146,7 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
             line = f"note: the endpoint {args.rdzv_endpoint} is not used: this is one machine (--nnodes)"
             print(printable(line), file=sys.stderr, flush=True)
         args.rdzv_endpoint = f"{LOOPBACK}:0"
-        return MeetingPoint("", 0, 0, 1, "", run_id, timeout_s)
+        return MeetingPoint("", 0, 0, 1, "", run_id, *timeouts_s)
     if args.standalone:
         raise UserError(f"run: --standalone is for one machine, --nnodes is {args.nnodes}")
     if not args.rdzv_endpoint and not _is_set("--master-addr", given):
@@ -158,7 +162,8 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
             f"run: --local-addr: must be an address of this machine, found {args.local_addr!r:.60}"
         )
     args.node_rank = 0  # torchrun's own numbers would be of its static rendezvous
-    return MeetingPoint(host, port, machine, num_machines, args.local_addr or "", run_id, timeout_s)
+    where = (host, port, machine, num_machines, args.local_addr or "", run_id)
+    return MeetingPoint(*where, *timeouts_s, min_machines, is_supervised)
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
@@ -188,14 +193,17 @@ def _machine(args: "argparse.Namespace", given: set[str], num_machines: int) -> 
     return int(text)
 
 
-def _join_timeout_s(rdzv_conf: str) -> float:
-    timeout_s = 600.0
+def _timeouts_s(rdzv_conf: str) -> tuple[float, float]:
+    """join_timeout and last_call_timeout."""
+    seconds = {"join_timeout": 600.0, "last_call_timeout": 30.0}  # those of torchrun
     for part in filter(None, rdzv_conf.split(",")):
         name, _, value = part.strip().partition("=")
-        if name not in ("join_timeout", "timeout") or not re.fullmatch(r"[1-9]\d*", value):
-            raise UserError(f"run: --rdzv-conf: must be join_timeout=SECONDS, found {part!r:.60}")
-        timeout_s = float(value)
-    return timeout_s
+        name = "join_timeout" if name == "timeout" else name
+        if name not in seconds or not re.fullmatch(r"[1-9]\d*", value):
+            names = " or ".join(f"{each}=SECONDS" for each in seconds)
+            raise UserError(f"run: --rdzv-conf: must be {names}, found {part!r:.60}")
+        seconds[name] = float(value)
+    return seconds["join_timeout"], seconds["last_call_timeout"]
 
 
 def quieten() -> None:

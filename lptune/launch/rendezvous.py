@@ -151,6 +151,12 @@ class MeetingPoint(NamedTuple):
     run_id: str
     """The same for the launchers of one run, another for each other run."""
     join_timeout_s: float
+    last_call_s: float
+    """How long enough machines wait for more, after the last has come."""
+    min_machines: int = 1
+    """How many are enough."""
+    is_supervised: bool = False
+    """Whether launchers are started again after a failure, so that one may come while others still end."""
 
     @property
     def name(self) -> str:
@@ -195,6 +201,8 @@ def meet(point: MeetingPoint, told: Told) -> Meeting:
     while arrival.is_alive():
         arrival.join(_POLL_S)
         waited_s = time.monotonic() - started_s
+        if arrival.is_late:
+            started_s = time.monotonic() - min(waited_s, _HINT_S)
         if waited_s > point.join_timeout_s and arrival.meeting is None and arrival.error is None:
             raise _refused(
                 point, f"after {point.join_timeout_s:.0f} s: {arrival.waits_for}; start the same command on "
@@ -219,6 +227,8 @@ class _Arrival(threading.Thread):
         self.meeting: Meeting | None = None
         self.error: BaseException | None = None
         self.waits_for = "no machine has come"
+        self.is_late = False
+        """Whether the others are at work there. This one waits for their next meeting."""
 
     def run(self) -> None:
         try:
@@ -229,13 +239,14 @@ class _Arrival(threading.Thread):
                     self.waits_for = str(error)
                 except (OSError, RuntimeError) as error:  # RuntimeError: all errors of torch's store
                     self.waits_for = f"machine 0 does not answer there ({_first_line(error)})"
-                time.sleep(_POLL_S)
+                time.sleep(_ALIVE_S if self.is_late else _POLL_S)
         except BaseException as error:
             self.error = error
 
     def _try(self) -> Meeting:
         """One attempt. Others may succeed after it fails, since machines start apart."""
         point = self._point
+        self.is_late = False
         here, there = _route(point)
         is_host = point.machine == 0 or (point.machine is None and here == there)
         if is_host:
@@ -257,11 +268,12 @@ class _Arrival(threading.Thread):
         root.set("lptune/run", meeting.run_id)
         num_others = self._point.num_machines - 1
         waiting: dict[int, _Waiting] = {}
-        all_here_s = math.inf
+        all_here_s, last_came_s = math.inf, time.monotonic()
         while True:
             for number in range(1, store.add("came", 0) + 1):
                 if number not in waiting and store.check([f"came/{number}"]):
                     waiting[number] = _Waiting(*json.loads(store.get(f"came/{number}")))
+                    last_came_s = time.monotonic()
             now_s = time.monotonic()
             for number, each in waiting.items():
                 each.see(store.add(f"alive/{number}", 0), now_s)
@@ -269,6 +281,8 @@ class _Arrival(threading.Thread):
             names = ", ".join(each.host for each in there.values())
             order = _in_order(there)[:num_others]
             missing = num_others - len(order)
+            is_last_call = now_s - last_came_s > self._point.last_call_s
+            is_enough = not missing or (is_last_call and len(order) + 1 >= self._point.min_machines)
             self.waits_for = (
                 f"{missing} of {self._point.num_machines} have not come (here: {names or 'none'}){odd}"
             )
@@ -277,9 +291,9 @@ class _Arrival(threading.Thread):
                 self.error = UserError(why)
                 self._linger(store, num_others)
                 raise self.error
-            all_here_s = min(all_here_s, now_s) if not missing else math.inf
+            all_here_s = min(all_here_s, now_s) if is_enough else math.inf
             # One more sign of each: a launcher that has died was here, too.
-            if not missing and all(there[number].seen_s > all_here_s for number in order):
+            if is_enough and all(there[number].seen_s > all_here_s for number in order):
                 meeting.hosts = [socket.gethostname(), *(there[number].host for number in order)]
                 store.set("start", json.dumps([order, meeting.hosts]))
                 return meeting
@@ -322,6 +336,8 @@ class _Arrival(threading.Thread):
                 f"another run, {run_id!r:.80}, meets there, and this one is {point.run_id!r:.80}"
             )
         store = _of_run(root, point.run_id)
+        if store.check(["start"]):
+            raise self._left_out()
         number = store.add("came", 1)
         store.set(f"came/{number}", json.dumps([point.machine, socket.gethostname(), self._told]))
         self.waits_for = "machine 0 waits for others"
@@ -338,10 +354,18 @@ class _Arrival(threading.Thread):
             if store.check(["start"]):
                 order, meeting.hosts = json.loads(store.get("start"))
                 if number not in order:
-                    raise _refused(point, f"its {point.num_machines} machines have met without this one")
+                    raise self._left_out()
                 meeting.machine = order.index(number) + 1
                 return meeting
             time.sleep(_POLL_S)
+
+    def _left_out(self) -> Exception:
+        """The error of a machine without which the others have met."""
+        why = "its machines have met without this one"
+        if not self._point.is_supervised:
+            return _refused(self._point, why)
+        self.is_late = True  # that launch is about to end, or it goes on until its next failure
+        return _NotYetError(f"{why}, which waits for their next meeting")
 
     def _run_id(self, root: "Store") -> str:
         deadline_s = time.monotonic() + _CONNECT_S

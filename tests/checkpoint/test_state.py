@@ -11,7 +11,7 @@ from torch import nn
 
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
-from lptune.checkpoint.manifest import list_checkpoints
+from lptune.base.step_folders import list_checkpoints
 from tests.helpers.ranks import run_ranks
 from tests.helpers.saving import save
 

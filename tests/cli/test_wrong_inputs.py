@@ -476,9 +476,9 @@ COMMANDS: list[tuple[str, str]] = [
     (f"{TWO} --node-rank 2 {TOY}", "run: --node-rank: must be 0 to 1 (--nnodes 2), found '2'"),
     (f"{TWO} --local-addr host-a {TOY}", "run: --local-addr: must be an address of this machine, found 'host-a'"),
     (f"{TWO} --rdzv-conf join_timeout=soon {TOY}", "run: --rdzv-conf: must be join_timeout=SECONDS"),
-    (f"run --nnodes 1:4 --rdzv-endpoint localhost:1 {TOY}", "run: --nnodes: 1:4 | give one number | resume: auto"),
+    (f"run --nnodes 1:4 --rdzv-endpoint localhost:1 {TOY}", "run: --nnodes: 1:4 | give one number | --restarts N"),
     (f"run --nnodes 2 --standalone {TOY}", "run: --standalone is for one machine, --nnodes is 2"),
-    (f"run --max-restarts 3 {TOY}", "run: --max-restarts: | run the same command again (resume: auto continues it)"),
+    (f"run --max-restarts 3 {TOY}", "run: --max-restarts: | --restarts N starts the run again"),
     # --- commands that make folders
     ("new-checkpoint llama3_2/tny new-one", "llama3_2/tny: no such family and size | mean 'llama3_2/tiny'?"),
     ("new-checkpoint llama3_2 new-one", "llama3_2: no such family and size | did you mean"),

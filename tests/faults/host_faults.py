@@ -88,7 +88,8 @@ class Bench:
         """`lptune run` on so many hosts, with an output_dir that no other run has."""
         own = [each for each in overrides if each.startswith("output_dir=")]
         out = own or [f"output_dir={self.folder / f'out-{self._num}'}"]
-        given = [f"--nnodes={num_hosts}", *flags]
+        given = [] if any(flag.startswith("--nnodes") for flag in flags) else [f"--nnodes={num_hosts}"]
+        given += flags
         if not any(flag.startswith("--rdzv-endpoint") for flag in flags):
             given.append(f"--rdzv-endpoint=host-0:{PORT}")
         rest = [each for each in overrides if each not in own]
@@ -128,10 +129,9 @@ def finish(
     return Row(fault, len(processes), wanted, ends, time.monotonic() - started_s, len(left))
 
 
-def ranks_of(launcher: "subprocess.Popen[bytes]") -> list[int]:
-    """Process ids of the ranks below it."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="ascii")
-    return [int(pid) for pid in children.split()]
+def children_of(pid: int) -> list[int]:
+    """Process ids of the children of a process: of a launcher, its ranks."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()]
 
 
 LONG = ("num_steps=4000", "checkpoint.every_steps=4000", "export.enabled=false")
@@ -163,7 +163,7 @@ def killed(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     """A rank, a launcher, on each host."""
     for host in {0, num_hosts - 1}:
         with training(bench, network, num_hosts) as launchers:
-            os.kill(ranks_of(launchers[host])[0], signal.SIGKILL)
+            os.kill(children_of(launchers[host].pid)[0], signal.SIGKILL)
             wanted = " ".join(["137"] * num_hosts)
             yield finish(network, f"a rank of host-{host} is killed", wanted, *launchers)
         with training(bench, network, num_hosts) as launchers:
@@ -353,9 +353,51 @@ def fewer(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     yield row._replace(num_hosts=num_hosts, wrong="" if apart < 1e-6 else f"losses {apart:.1e} apart")
 
 
+def restarted(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
+    """Launches that --restarts starts again: the losses are those of a run that nothing disturbed."""
+    keys = ("num_steps=60", "checkpoint.every_steps=10", "optimizer.lr=1e-4")
+
+    def started(*flags: str) -> list["subprocess.Popen[bytes]"]:
+        command = bench.command(num_hosts, *keys, flags=flags)
+        return [network.start(n, command, folder=bench.folder) for n in range(num_hosts)]
+
+    undisturbed = bench.fresh()
+    network.wait(*started())
+    fine, last = " ".join("0" * num_hosts), num_hosts - 1
+
+    def row_of(
+        fault: str, out: Path, supervisors: list["subprocess.Popen[bytes]"], wanted: str = fine
+    ) -> Row:
+        row = finish(network, fault, wanted, *supervisors)
+        pairs = zip(bench.losses(out), bench.losses(undisturbed), strict=True)
+        apart = max(abs(a - b) / b for a, b in pairs)
+        # Another number of ranks adds in another order (`fewer`).
+        return row._replace(
+            wrong="" if apart <= (0 if wanted == fine else 1e-6) else f"losses {apart:.1e} apart"
+        )
+
+    for what, host in (("a rank", last), ("the launcher", 0)):
+        out, supervisors = bench.fresh(), started("--restarts=2")
+        wait_for(network, supervisors[0], "step 30/")
+        (launcher,) = children_of(supervisors[host].pid)
+        os.kill(launcher if host == 0 else children_of(launcher)[0], signal.SIGKILL)
+        yield row_of(f"{what} of host-{host} is killed, --restarts", out, supervisors)
+    out, supervisors = bench.fresh(), started("--restarts=2")
+    wait_for(network, supervisors[0], "step 30/")
+    network.cut(last)
+    wait_for(network, supervisors[0], "restarts: ")
+    network.cut(last, again=True)
+    yield row_of("the link of the last host is down for a minute, --restarts", out, supervisors)
+    flags = (f"--nnodes=1:{num_hosts}", "--restarts=2", "--rdzv-conf=last_call_timeout=5")
+    out, supervisors = bench.fresh(), started(*flags)
+    wait_for(network, supervisors[0], "step 30/")
+    network.lose(last)
+    yield row_of("the last host is lost, --restarts and --nnodes 1:N", out, supervisors, f"{fine[:-1]}-9")
+
+
 GROUPS: dict[str, Callable[[Bench, Network, int], Iterator[Row]]] = {
     group.__name__: group
-    for group in (by_the_book, killed, cut_off, late, names, two_jobs, changes, files, fewer)
+    for group in (by_the_book, killed, cut_off, late, names, two_jobs, changes, files, fewer, restarted)
 }
 
 

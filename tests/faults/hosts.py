@@ -90,9 +90,7 @@ class Network:
             if process.poll() is None:
                 _kill(process)
         for name in (*self._names, self._switch):
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in pids.stdout.split():
-                subprocess.run(["kill", "-KILL", pid], check=False)
+            _kill_all(name)
             _ip("netns", "del", name)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -170,6 +168,11 @@ class Network:
         """Pulls out the cable of `host`, or puts it in again."""
         self._in(self._switch, "link", "set", f"to{host}", "up" if again else "down")
 
+    def lose(self, host: int) -> None:
+        """Kills all that runs on `host`, and pulls out its cable, as a power cut does."""
+        self.cut(host)
+        _kill_all(self._names[host])
+
     def listening(self, host: int) -> list[tuple[str, int]]:
         """(address, port) of everything that listens on `host`."""
         found = []
@@ -187,6 +190,13 @@ class Network:
 
     def _in(self, name: str, *arguments: str) -> None:
         _ip("-n", name, *arguments)
+
+
+def _kill_all(name: str) -> None:
+    """Kills the processes of a namespace."""
+    pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+    for pid in pids.stdout.split():
+        subprocess.run(["kill", "-KILL", pid], check=False)
 
 
 def address(host: int) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
-from lptune.checkpoint.manifest import list_checkpoints, step_folder_name, step_of
+from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from tests.faults.state import State, many_parts, table
 from tests.helpers import cold
 from tests.helpers.launch import free_port, rank_environment

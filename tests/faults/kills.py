@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from lptune import checkpoint, distributed
-from lptune.checkpoint.manifest import list_checkpoints, step_of
+from lptune.base.step_folders import list_checkpoints, step_of
 from lptune.checkpoint.run_folder import open_run_folder
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from tests.faults.state import State, many_parts, table

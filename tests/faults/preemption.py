@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lptune.checkpoint.manifest import list_checkpoints, verify
+from lptune.base.step_folders import list_checkpoints
+from lptune.checkpoint.manifest import verify
 from tests.helpers import cold
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 

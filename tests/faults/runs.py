@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lptune.checkpoint.manifest import list_checkpoints, step_of
+from lptune.base.step_folders import list_checkpoints, step_of
 from tests.faults import observe
 from tests.faults.state import digests, stored_tensors
 from tests.helpers import cold

@@ -12,7 +12,6 @@ nothing is read beyond a limit.
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 from lptune.base import files
 from lptune.base.errors import UserError
 from lptune.base.files import MAX_BYTES, Lock, kind_of, object_of, read_bytes
+from lptune.base.step_folders import list_checkpoints
 from lptune.base.text import group_name, number_of, without_number
 from lptune.tools.report.rows import LARGEST, MAX_STEP, Rows, read_rows
 
@@ -319,10 +319,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def newest_state(folder: Path) -> dict[str, Any]:
     """state.json of the newest checkpoint of a run; empty if there is none that can be read."""
     with suppress(OSError):
-        found = [
-            path for path in (folder / "checkpoints").iterdir() if re.fullmatch("step-[0-9]{8}", path.name)
-        ]
-        for path in sorted(found, reverse=True):
+        for path in list_checkpoints(folder / "checkpoints"):
             if content := _read(path / "state.json", _object, []):
                 return content
     return {}

@@ -9,8 +9,6 @@ in progress save, and the same command goes on with it.
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ from lptune.base.files import Lock, kind_of, write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.places import PathArgument, check_above
 from lptune.config import RunConfig, check_given_files_stay
-from lptune.launch import flags, launcher, preemption
+from lptune.launch import bound, flags, launcher, preemption
 
 _OWN_FLAGS = (
     "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
@@ -165,37 +163,6 @@ def _check_distinct(planned: Sequence[_Planned]) -> None:
 # ---- one run after the other
 
 
-class _Runner:
-    """Runs one process at a time and passes signals on to it."""
-
-    def __init__(self) -> None:
-        self.stopped_by: signal.Signals | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-        preemption.react(self._first, self._again)
-
-    def run(self, arguments: Sequence[str]) -> int:
-        """The exit code of `lptune ARGUMENTS`; 128 + n if signal n killed it."""
-        bound = ("-P", "-m", "lptune.launch.bound", str(os.getpid()))  # -P: not the modules of this folder
-        command = [sys.executable, *bound, *arguments]
-        self._child = subprocess.Popen(command)
-        if self.stopped_by is not None:
-            self._pass_on(self.stopped_by)
-        code = self._child.wait()
-        self._child = None
-        return 128 - code if code < 0 else code
-
-    def _first(self, number: signal.Signals) -> None:
-        self.stopped_by = number
-        self._pass_on(number)
-
-    def _again(self, number: signal.Signals) -> None:
-        self._pass_on(number)
-
-    def _pass_on(self, number: signal.Signals) -> None:
-        if self._child is not None:
-            self._child.send_signal(number)
-
-
 def _run_all(
     context: click.Context, folder: Path, planned: Sequence[_Planned], torchrun_flags: Sequence[str]
 ) -> int:
@@ -204,10 +171,10 @@ def _run_all(
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
     launcher.let_ranks_find_lptune()
-    runner = _Runner()
+    runner = bound.Runner()
     codes: dict[str, int] = {}
     for number, each in enumerate(planned, 1):
-        if runner.stopped_by is not None or _STOPPED in codes.values():
+        if runner.stopped.is_set() or _STOPPED in codes.values():
             break
         where = f"[{number}/{len(planned)}] {each.name}"
         if record.has(each.name, each.config_digest):
@@ -226,7 +193,7 @@ def _run_all(
     click.echo(f"\n{table(runs)}")
     _report(context, folder, [each.folder for each in planned if each.name in codes])
     failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
-    if runner.stopped_by is not None or _STOPPED in codes.values():
+    if runner.stopped.is_set() or _STOPPED in codes.values():
         click.echo("sweep: stopped; the same command goes on with it", err=True)
         return _STOPPED
     if failed:
