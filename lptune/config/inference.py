@@ -33,8 +33,8 @@ class PromptsConfig:
     system_prompt: str | None = None
     """System message of conversations that have none."""
     chat_template: str | None = None
-    """A jinja template or the path of one. Not given: that of the model. `none`: prompts are written without
-    one, as in training without one."""
+    """A name as in data.chat_template, a jinja template or the path of one. Not given: that of the model.
+    `none`: prompts are written without one, as in training without one."""
 
     def __post_init__(self) -> None:
         if self.source is not None:

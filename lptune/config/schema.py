@@ -85,7 +85,8 @@ class DataConfig:
     prompt_template: str | None = None
     """For pairs without a chat template: the prompt with {column} placeholders, "Q: {question}\\nA: "."""
     chat_template: str | None = None
-    """A jinja template or the path of one; the tokenizer's own when not given. `none` switches it off."""
+    """chatml | gemma | llama3 | mistral | phi | zephyr, a jinja template or the path of one; the tokenizer's
+    own when not given. `none` switches it off."""
     system_prompt: str | None = None
     """System message for rows that have none (rendered by the chat template)."""
     seq_len: int = 2048

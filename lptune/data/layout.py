@@ -20,6 +20,7 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Format, Pair, Text
+from lptune.data.named_templates import suggested
 from lptune.data.report import Counts
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import SYSTEM, TurnFinder, UnwrittenFinder
@@ -59,8 +60,8 @@ class Layout:
         self._unknown_examples: dict[str, None] = {}
         if fmt.kind == "chat" and self.finder is None:
             raise UserError(
-                f"{tokenizer.folder}: has no chat template, and the data are chats; set data.chat_template "
-                "to a jinja template"
+                f"{tokenizer.folder}: has no chat template, and the data are chats; "
+                f"{suggested(tokenizer.special_texts)}"
             )
         if cfg.system_prompt is not None and (self.finder is None or self.is_text):
             why = (

@@ -110,7 +110,7 @@ class PromptWriter:
         if self.kind == "messages" and tokenizer.template is None:
             raise UserError(
                 f"{tokenizer.folder}: has no chat template, and column {self.column!r} holds chats; set "
-                "prompts.chat_template to a jinja template"
+                "prompts.chat_template to the one of its training"
             )
 
     def of_row(self, row: Row) -> Prompt:

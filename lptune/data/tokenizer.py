@@ -26,6 +26,7 @@ import tokenizers
 from lptune.base.errors import UserError, closest
 from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, read_text
 from lptune.data import hf
+from lptune.data.named_templates import NAMED_TEMPLATES, suggested
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
 
 _FILES = (
@@ -246,7 +247,7 @@ class Tokenizer:
         """
         if self.template is None:
             raise UserError(
-                f"{self.folder}: the tokenizer has no chat template; set data.chat_template to one"
+                f"{self.folder}: the tokenizer has no chat template; {suggested(self.special_texts)}"
             )
         rendered: Rendered = self.template.render(
             messages, tools, add_generation_prompt=add_generation_prompt
@@ -254,7 +255,8 @@ class Tokenizer:
         return rendered.text
 
     def with_chat_template(self, chat_template: str, *, date: date | None = None) -> "Tokenizer":
-        """The same tokenizer with `data.chat_template`: jinja text, the path of a .jinja file, or `none`.
+        """The same tokenizer with `data.chat_template`: a name of named_templates.py, jinja text, the path of
+        a .jinja file, or `none`.
 
         date: see `load_tokenizer`; None: that of the template so far.
         """
@@ -281,10 +283,10 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     """The tokenizer in `folder` (tokenizer.json, and tokenizer_config.json, chat_template.jinja … where
     present).
 
-    `chat_template` (`data.chat_template` of the config) replaces that of the folder: jinja text, a path, or
-    `none`. `date`: today for templates that write the date. A resumed run passes the day of its start, since
-    its tokens must not change at midnight. Raises UserError, with the name of the file, for a missing or
-    broken file.
+    `chat_template` (`data.chat_template` of the config) replaces that of the folder: a name, jinja text, a
+    path, or `none`. `date`: today for templates that write the date. A resumed run passes the day of its
+    start, since its tokens must not change at midnight. Raises UserError, with the name of the file, for a
+    missing or broken file.
     """
     folder = Path(folder)
     files = _read_files(folder)
@@ -472,6 +474,8 @@ def _check_default(where: str, named: dict[str, str]) -> None:
 def _given_template(value: str) -> dict[str, str]:
     if value == "none":
         return {}
+    if value in NAMED_TEMPLATES:
+        return {"default": NAMED_TEMPLATES[value]}
     looks_like_path = "{" not in value and "\n" not in value
     path = Path(value)
     try:
@@ -493,8 +497,9 @@ def _given_template(value: str) -> dict[str, str]:
         files = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [entry.name for entry in files if entry.is_file()]
         raise UserError(
-            f"data.chat_template: {value!r} is neither a jinja template nor an existing file"
-            f"{closest(path.name, names)}; give one of the two, or none"
+            f"data.chat_template: {value!r} is neither a jinja template, nor an existing file, nor one of "
+            f"{', '.join(NAMED_TEMPLATES)}{closest(path.name, [*NAMED_TEMPLATES, *names])}; give one of the "
+            "three, or none"
         )
     return {"default": value}
 

@@ -467,13 +467,20 @@ def _special_tokens(draft: Draft, key: str, value: Any) -> None:
     draft.drop(key, BY_DESIGN, "special tokens are those of the tokenizer in model.path; change them there")
 
 
+_TEMPLATES = {
+    "chatml": "chatml", "gemma": "gemma", "gemma3": "gemma", "llama3": "llama3", "phi_3": "phi",
+    "phi_35": "phi", "mistral_v7_tekken": "mistral",
+}  # fmt: skip
+
+
 def _template(draft: Draft, key: str, value: Any) -> None:
     if str(value).startswith("tokenizer_default"):
         draft.drop(key, NOT_NEEDED, "the tokenizer's template is the default")
         return
-    draft.drop(
-        key, BY_DESIGN, "templates have no names; without data.chat_template the tokenizer's own is used"
-    )
+    if (name := _TEMPLATES.get(value)) is not None:
+        draft.set("data.chat_template", name, key, note="without it the tokenizer's own")
+        return
+    draft.drop(key, BY_DESIGN, "not a name of data.chat_template; without it the tokenizer's own is used")
     draft.ask(
         "data.chat_template", f"a jinja file of the template {value}, if the tokenizer's own is another"
     )

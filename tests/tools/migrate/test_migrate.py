@@ -106,7 +106,7 @@ AXOLOTL = {
     "schedule.warmup_steps": 100, "num_epochs": 1, "micro_batch_size": 2, "global_batch_size": 64,
     "eval_every_steps": 500, "checkpoint.every_steps": 1000, "activation_checkpointing": "full",
     "compute_dtype": "bfloat16", "parallel.cpu_offload": True, "compile": "none", "seed": 42,
-    "output_dir": "./outputs/out",
+    "output_dir": "./outputs/out", "data.chat_template": "llama3",
 }  # fmt: skip
 
 

@@ -1,0 +1,97 @@
+"""Templates by name write what the published templates write, and answers end where a model can stop.
+
+The texts are those of the published templates (of the instruct checkpoints, and for ChatML and Zephyr of
+their model cards), rendered by transformers.
+"""
+
+from typing import Any
+
+import pytest
+
+from lptune.base.errors import UserError
+from lptune.data import load_tokenizer
+from lptune.data.named_templates import NAMED_TEMPLATES, suggested
+from lptune.data.turns import TurnFinder
+from tests.helpers.documents import Make
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": "a\nb "},
+    {"role": "assistant", "content": " c "},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "e"},
+]
+PUBLISHED = {
+    "chatml": "<|im_start|>system\nBe brief. <|im_end|>\n<|im_start|>user\na\nb <|im_end|>\n"
+    "<|im_start|>assistant\n c <|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+    "<|im_start|>assistant\ne<|im_end|>\n",
+    "gemma": "<s><start_of_turn>user\nBe brief. \n\na\nb<end_of_turn>\n<start_of_turn>model\nc<end_of_turn>\n"
+    "<start_of_turn>user\nd<end_of_turn>\n<start_of_turn>model\ne<end_of_turn>\n",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\na\nb<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nc<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nd<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\ne<|eot_id|>",
+    "mistral": "<s>[SYSTEM_PROMPT]Be brief. [/SYSTEM_PROMPT][INST]a\nb [/INST] c </s>[INST]d[/INST]e</s>",
+    "phi": "<|system|>\nBe brief. <|end|>\n<|user|>\na\nb <|end|>\n<|assistant|>\n c <|end|>\n"
+    "<|user|>\nd<|end|>\n<|assistant|>\ne<|end|>\n</s>",
+    "zephyr": "<|system|>\nBe brief. </s>\n<|user|>\na\nb </s>\n<|assistant|>\n c </s>\n"
+    "<|user|>\nd</s>\n<|assistant|>\ne</s>\n",
+}
+ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "phi": "<|end|>"}
+PROMPTS = {
+    "chatml": "<|im_start|>assistant\n",
+    "gemma": "<start_of_turn>model\n",
+    "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": "",
+    "phi": "<|assistant|>\n",
+    "zephyr": "<|assistant|>\n",
+}
+TOKENS: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_it_writes_the_published_text_and_answers_end_with_the_familys_token(
+    tokenizer_folder: Make, name: str
+) -> None:
+    ends = [*ENDS.values()]
+    tokenizer = load_tokenizer(tokenizer_folder(**TOKENS, additional_special_tokens=ends), name)
+    assert tokenizer.template is not None
+    turns = TurnFinder(tokenizer.template).find(CONVERSATION)
+    assert turns.text == PUBLISHED[name]
+    strip = str.strip if name in ("gemma", "llama3") else str
+    learned = [turns.text[start:stop] for start, stop in turns.spans]
+    assert learned == [strip(text) + ENDS.get(name, "</s>") for text in (" c ", "e")]
+    assert turns.is_closed
+    asked = tokenizer.render_chat(CONVERSATION[:2], add_generation_prompt=True)
+    begun = PUBLISHED[name][: turns.spans[0][0]]
+    assert asked == begun
+    assert asked.endswith(PROMPTS[name])
+
+
+@pytest.mark.parametrize(
+    ("special", "name"),
+    [
+        (["<start_of_turn>", "<end_of_turn>"], "gemma"),
+        (["<|im_start|>", "<|im_end|>"], "chatml"),
+        (["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "llama3"),
+        (["<|user|>", "<|assistant|>", "<|end|>"], "phi"),
+        (["[INST]", "[/INST]"], "mistral"),
+        ([], "zephyr"),
+    ],
+)
+def test_a_tokenizer_without_a_template_is_told_the_one_of_its_tokens(special: list[str], name: str) -> None:
+    assert suggested(["<s>", "</s>", *special]).startswith(f"set data.chat_template={name} ")
+
+
+def test_the_error_of_chats_without_a_template_suggests_one(tokenizer_folder: Make) -> None:
+    bare = load_tokenizer(tokenizer_folder())
+    with pytest.raises(
+        UserError, match=r"no chat template; set data.chat_template=\w+ .*instruct"
+    ):
+        bare.render_chat(CONVERSATION)
+
+
+def test_a_misspelt_name_is_told_the_names(tokenizer_folder: Make) -> None:
+    with pytest.raises(UserError, match=r"'chatlm' is neither .*zephyr \(did you mean 'chatml'\?\)"):
+        load_tokenizer(tokenizer_folder(), "chatlm")
