@@ -497,7 +497,7 @@ def _given_template(value: str) -> dict[str, str]:
         files = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [entry.name for entry in files if entry.is_file()]
         raise UserError(
-            f"data.chat_template: {value!r} is neither a jinja template, nor an existing file, nor one of "
+            f"data.chat_template: {value!r} is neither a jinja template nor an existing file, nor one of "
             f"{', '.join(NAMED_TEMPLATES)}{closest(path.name, [*NAMED_TEMPLATES, *names])}; give one of the "
             "three, or none"
         )
