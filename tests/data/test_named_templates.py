@@ -86,9 +86,7 @@ def test_a_tokenizer_without_a_template_is_told_the_one_of_its_tokens(special: l
 
 def test_the_error_of_chats_without_a_template_suggests_one(tokenizer_folder: Make) -> None:
     bare = load_tokenizer(tokenizer_folder())
-    with pytest.raises(
-        UserError, match=r"no chat template; set data.chat_template=\w+ .*instruct"
-    ):
+    with pytest.raises(UserError, match=r"no chat template; set data.chat_template=\w+ .*instruct"):
         bare.render_chat(CONVERSATION)
 
 
