@@ -79,12 +79,14 @@ class DivergedError(RuntimeError):
 def closest(word: str, choices: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` for the choice nearest to `word`, or an empty string when none is near.
 
-    A choice that begins with the word is near as well: `int8` -> `int8_rowcol`.
+    A choice that begins with the word is near as well, and the nearest if no other does: `--nproc` ->
+    `--nproc-per-node`, and not `--role`.
     """
     by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    if not near and len(word) >= 3:
-        near = [choice for choice in by_lower if choice.startswith(word.lower())]
+    begun = [choice for choice in by_lower if choice.startswith(word.lower())] if len(word) >= 3 else []
+    near = begun
+    if len(begun) != 1:
+        near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6) or begun
     return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
 
 

@@ -33,7 +33,7 @@ def split_flags(arguments: Sequence[str], own_flags: Iterable[str]) -> tuple[lis
     flags = [argument for argument in unknown if argument.startswith("-")]
     if flags:
         name = flags[0].partition("=")[0]
-        known = re.findall(r"--[a-z][a-z-]+", parser().format_help())
+        known = re.findall(r"--[a-z][a-z-]+(?![\w-])", parser().format_help())  # not half of --nproc_per_node
         raise UserError(
             f"run: no such option: {name}{closest(name, [*known, *own_flags])}; see `lptune run --help`"
         )

@@ -465,6 +465,7 @@ COMMANDS: list[tuple[str, str]] = [
     (f"run --rdzv-backnd c10d {TOY}", "no such option: --rdzv-backnd | '--rdzv-backend'? | `lptune run --help`"),
     (f"run --nproc-per-node 0 {TOY}", "run: --nproc-per-node: must be a positive integer, found '0'"),
     (f"run --nproc-per-node two {TOY}", "run: --nproc-per-node: must be a positive integer, found 'two'"),
+    (f"run --nproc 2 {TOY}", "run: no such option: --nproc (did you mean '--nproc-per-node'?)"),
     (f"run --nnodes -1 {TOY}", "run: --nnodes: must be a positive integer, found '-1'"),
     (f"run --nproc-per-node 2 {TOY} sed=1", "argument 'sed=1': unknown key 'sed' | did you mean 'seed'?"),
     (f"run --max-restarts many {TOY}", "--max-restarts | invalid int value: 'many' | `torchrun --help`"),
