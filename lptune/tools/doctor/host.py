@@ -221,7 +221,7 @@ def versions() -> Iterator[Line]:
     yield Line("software", "packages", OK, there)
     missing = [name for name in _PACKAGES if not found[name] and name != "triton"]
     if missing:
-        todo = "install lptune again: pip install lptune"
+        todo = "install lptune again: `pip install .` in its source folder"
         yield Line("software", "missing", PROBLEM, ", ".join(missing), todo)
 
 
