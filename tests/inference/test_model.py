@@ -63,7 +63,7 @@ def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
     world: World, folder: Path, tmp_path: Path, kind: str
 ) -> None:
     keys = ("compute_dtype=bfloat16", f"precision.emulate={str(kind == 'float8_delayed').lower()}")
-    keys += ("data.chat_template=none",) if kind == "int8_weight_only" else ()
+    keys += (f"data.chat_template={'none' if kind == 'int8_weight_only' else 'null'}",)
     run = train(tmp_path, folder, f"precision.kind={kind}", *keys)
     last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     of_run = load(run, world, kind, "bfloat16")

@@ -122,7 +122,7 @@ def test_a_run_is_evaluated_on_the_rows_that_it_held_out(
     run = warm.lptune(["run", "full_finetune", "--config", str(config), *keys], folder=tmp_path)
     assert run.returncode == 0, run.stderr
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    of_run = ("data.source=builtin", "data.max_rows=600", "data.eval_fraction=0.05", "seed=3")
+    of_run = ("data.source=builtin", "data.max_rows=900", "data.eval_fraction=0.05", "seed=3")
     evaluate("model.path=run", *of_run, "batch_size=2")
     # The run sums in float32: an error of at most 2^-24 for each of its batches.
     assert result(tmp_path)["held_out"]["loss"] == pytest.approx(last["eval_loss"], rel=1e-5)

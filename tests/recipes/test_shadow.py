@@ -214,6 +214,7 @@ def test_a_resumed_run_keeps_what_fell_back(
     common = (
         *(*overrides, "precision.shadow_every=2", "precision.shadow_on_bad=fallback", "num_steps=8"),
         *("eval_every_steps=0", "export.enabled=false", "checkpoint.every_steps=3", "checkpoint.keep_last=9"),
+        *("data.chat_template=null", "data.max_rows=600"),  # the rows that the limits above are for
     )
     whole, resumed, done_steps = tmp_path / "whole", tmp_path / "resumed", 6
     run_recipe(*common, f"output_dir={whole}", ranks=ranks)
