@@ -60,6 +60,16 @@ class Joined:
 
 
 PIECE_TOKENS = 1024 * 1024
+DTYPES = {
+    "tokens_T": "<i4",
+    "is_target_T": "|b1",
+    "offsets_N1": "<i8",
+    "answers_N2": "<i4",
+    "prompt_keys_N": "<u8",
+    "num_targets_N": "<i8",
+    "is_desirable_N": "|b1",
+}
+"""The arrays of `Documents` that stand end to end, as bytes: in the cache, and between processes."""
 
 _UNKNOWN: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _UNLABELLED: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)

@@ -5,6 +5,7 @@ report.
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,8 +26,8 @@ from lptune.data.packing import one_group_per_row, pack_groups
 from lptune.data.report import OF_ANSWERS, Unused, counted, describe
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
-from lptune.data.tokenization import tokenize
 from lptune.data.tokenizer import Tokenizer
+from lptune.data.workers import Work, chunks, made
 
 DETECTION_ROWS = 32
 _DETECT = {"answers": detect_format, "preferences": detect_preferences, "labelled": detect_labelled}
@@ -289,17 +290,19 @@ def _make(
     rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = _DETECT[reading](cfg, first, source)
-    layout = Layout(cfg, tokenizer, fmt)
-    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
+    layout = Layout(cfg, tokenizer, fmt)  # it writes nothing: it adds up what the chunks count
+    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text, layout.tally)
     counts, num_documents, largest_token = layout.counts, 0, 0
-    with counting(f"tokenizing {source}", "documents") as advance:
-        all_rows = unused.watch(itertools.chain(first, rows))
-        for part in tokenize(all_rows, fmt, layout, bad, seq_len=cfg.seq_len):
-            num_documents += part.num_documents
-            assert isinstance(part.tokens_T, np.ndarray)
-            largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
-            add(part)
-            advance(part.num_documents)
+    parts = made(chunks(itertools.chain(first, rows), bad), Work(cfg, tokenizer, fmt))
+    with counting(f"tokenizing {source}", "documents") as advance, closing(parts):
+        for part in parts:
+            num_documents += part.documents.num_documents
+            assert isinstance(part.documents.tokens_T, np.ndarray)
+            largest_token = max(largest_token, int(part.documents.tokens_T.max(initial=0)))
+            layout.tally.add(part.tally)
+            bad.skip(*part.skipped)
+            add(part.documents)
+            advance(part.documents.num_documents)
     files = data_files(source)
     if content is not None and content.stat != files_stat(files):
         raise UserError(f"{source}: was changed while it was read; run again")

@@ -74,14 +74,19 @@ class TurnFinder:
         self._beginnings: dict[Part, str] = {}
 
     def find(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        rendered: Sequence[Rendered] = (),
     ) -> Turns:
         """Renders `messages` and finds the spans of the assistant. Raises RowError if they cannot be found
-        exactly.
+        exactly. rendered: `parts`, if they are rendered already.
         """
-        has_marks = self.template.has_marks(tools)
-        whole = self._render_first(messages, tools, has_marks)
-        if has_marks:
+        parts = self.parts(messages, tools)
+        rendered = rendered or self.template.render_parts(messages, tools, parts)
+        self._beginnings = {part: each.text for part, each in zip(parts, rendered, strict=False)}
+        whole = rendered[0]
+        if self.template.has_marks(tools):
             marks = [mark for mark in _marks_to_learn(whole.marks, messages) if mark[0] < mark[1]]
             prompt = self._generation_prompt(tools) or ""
             follow = [bool(prompt) and whole.text.endswith(prompt, 0, start) for start, _ in marks]
@@ -101,17 +106,14 @@ class TurnFinder:
             num_rewritten += rewritten
         return Turns(whole.text, spans, num_rewritten, follow, self._is_closed(whole.text, spans, tools))
 
-    def _render_first(self, messages: Sequence[Mapping[str, Any]], tools: Any, has_marks: bool) -> Rendered:
-        """The whole conversation; keeps the beginnings that most templates need, rendered in one question."""
+    def parts(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Part]:
+        """The whole conversation, and the beginnings that most templates need, for one question."""
         last = len(messages)
         parts = [(last, False)]
-        for i in range(last) if not has_marks else ():
+        for i in range(last) if not self.template.has_marks(tools) else ():
             if _is_learned(messages[i]) and len(parts) < _MAX_PARTS:
                 parts += [(i, True), (i + 1, False)] if i + 1 < last else [(i, True)]
-        parts = [part for part in parts if part[0]]
-        rendered = self.template.render_parts(messages, tools, parts)
-        self._beginnings = {part: each.text for part, each in zip(parts, rendered, strict=False)}
-        return rendered[0]
+        return [part for part in parts if part[0]]
 
     def _begun(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, upto: int, prompt: bool
