@@ -299,7 +299,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 MIN_BYTES = 1024 * 1024
 """Preparing a source smaller than this is faster than looking it up."""
 _APPLIED_LATER = (
-    "packing", "eval_fraction", "eval_source", "eval_split", "cache",
+    "packing", "cut_text", "eval_fraction", "eval_source", "eval_split", "cache",
     "chat_template",  # part of the tokenizer
 )  # fmt: skip
 

@@ -347,7 +347,7 @@ def learned_stops(rows: Rows, tokenizer: Tokenizer) -> dict[str, int]:
     An answer ends where its targets do. A row may have answers that end differently: a tool call of Llama 3
     ends with <|eom_id|>. Where prompts are learned, too, the targets do not show where an answer ends, so the
     tokenizer's end token and that of the chat template count wherever they are targets. The end of a document
-    of `seq_len` tokens does not count for others, because the document may have been cut there.
+    of `seq_len` tokens, and of a part of a text, does not count for others: the text may be cut there.
     """
     texts = tokenizer.template.special_texts if tokenizer.template else tokenizer.special_texts
     texts -= {tokenizer.special_tokens.get("unk_token", "")}
@@ -355,7 +355,8 @@ def learned_stops(rows: Rows, tokenizer: Tokenizer) -> dict[str, int]:
     special = {each for each in ids if each is not None}
     closing = _closing_ids(tokenizer)
     documents, found = rows.documents, set[int]()
-    cut_N = documents.offsets_N1[1:][documents.lengths >= rows.seq_len] - 1
+    is_cut_N = (documents.lengths >= rows.seq_len) | documents.goes_on
+    cut_N = documents.offsets_N1[1:][is_cut_N] - 1
     start = 0
     pieces = (documents.end_to_end(array) for array in (documents.tokens_T, documents.is_target_T))
     for all_tokens_T, all_targets_T in zip(*pieces, strict=True):
