@@ -5,11 +5,12 @@ a chunk ends, and what is learned of the template by trying begins anew in each;
 the report are the same for any number of processes. A source of a few chunks is prepared in this process:
 starting others would take longer.
 
-Otherwise this process reads the rows and hands out chunks, and workers (worker_process.py) write, tokenize
-and mask them. A worker is a program of its own: a fork would inherit threads and the GPU of this process, and
-`multiprocessing` would run the user's `__main__` again. It starts when a chunk waits and none is idle, and
-encodes with one thread. What passes is JSON and arrays: nothing is unpickled. Results are taken in order, and
-only two chunks a worker are on their way, so memory depends on the number of workers and not of rows.
+Otherwise this process reads the rows and hands out chunks, and workers (`serve`) write, tokenize and mask
+them. A worker is a program of its own, without torch and transformers: a fork would inherit threads and the
+GPU of this process, and `multiprocessing` would run the user's `__main__` again. It starts when a chunk waits
+and none is idle, and encodes with one thread. What passes is JSON and arrays: nothing is unpickled. Results
+are taken in order, and only two chunks a worker are on their way, so memory depends on the number of workers
+and not of rows.
 
 An error in a chunk is raised in its turn, as if the rows had been read one by one. A worker that is killed
 ends the run at once. Workers end with their stdin, so none outlives this process.
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -101,7 +103,7 @@ def chunks(rows: Iterable[Row], bad: BadRows) -> Iterator[Chunk]:
         bad.among = chunk
         for row in rows:
             chunk.append(row)
-            size += _num_characters(row.values)
+            size += len(row.line) or _num_characters(row.values)
             if len(chunk) >= CHUNK_ROWS or size >= CHUNK_CHARACTERS:
                 yield chunk
                 bad.among = chunk = []
@@ -115,11 +117,13 @@ def chunks(rows: Iterable[Row], bad: BadRows) -> Iterator[Chunk]:
 
 
 def _num_characters(value: Any) -> int:
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_num_characters, value.values()))
-    return sum(map(_num_characters, value)) if isinstance(value, (list, tuple)) else 1
+    size, inside = 0, [value]
+    for each in inside:  # which grows
+        if isinstance(each, (dict, list, tuple)):
+            inside += each.values() if isinstance(each, dict) else each
+        else:
+            size += len(each) if isinstance(each, (str, bytes)) else 1
+    return size
 
 
 def made(chunks: Iterator[Chunk], work: Work) -> Generator[Made, None, None]:
@@ -149,6 +153,9 @@ def num_workers() -> int:
     if int(os.environ.get("LOCAL_RANK", "0")):
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "2")) - 1
     return max(1, int(cores) // ranks)
+
+
+_PROGRAM = "from lptune.data.workers import serve; serve()"
 
 
 class _EndedError(UserError):
@@ -207,7 +214,7 @@ class _Pool:
             if self._workers is None:
                 raise EOFError  # nobody waits for it any more
             worker = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lptune.data.worker_process"],
+                [sys.executable, "-P", "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, **one, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": paths},
@@ -242,6 +249,29 @@ def _first(waiting: "deque[Future[Made]]") -> Made:
         wait([each for each in waiting if not each.done()], return_when=FIRST_COMPLETED)
 
 
+def serve() -> None:
+    """Prepares chunks: reads the work from stdin, then chunks, and writes the answer to each to stdout, with
+    one thread, and with a process of its own that renders (hf.py). Ends with stdin.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; stdin ends with its owner
+        signal.signal(number, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    try:
+        work = Work.of_json(sys.stdin.buffer.readline())
+        for line in sys.stdin.buffer:
+            try:
+                found: Made | UserError | str = work.make(read_chunk(line))
+            except UserError as error:
+                found = error
+            except Exception:
+                found = traceback.format_exc()
+            write_made(answers, found)
+            del line, found
+    except (BrokenPipeError, json.JSONDecodeError):  # its owner has ended
+        os._exit(1)
+
+
 _NUMBER = "\0number"
 """The key of an object that stands for a number with its text."""
 _PLAIN = (str, int, float, bool, type(None))
@@ -261,13 +291,15 @@ def write_chunk(chunk: Chunk, fmt: Format) -> bytes:
                     raise
                 yield name, str(value)[:100]
 
-    items: list[Any] = []
+    items = []
     for item in chunk:
         if isinstance(item, Row):
-            items.append([item.place, dict(values(item)), item.num_left_out])
+            is_ready = item.line and "\\u0000" not in item.line  # no key is _NUMBER
+            text = item.line if is_ready else json.dumps(dict(values(item)))
+            items.append(f"[{json.dumps(item.place)},{text},{item.num_left_out}]")
         else:
-            items.append(list(item) if isinstance(item, Skipped) else str(item))
-    return json.dumps(items).encode() + b"\n"
+            items.append(json.dumps(item if isinstance(item, Skipped) else str(item)))
+    return f"[{','.join(items)}]\n".encode()
 
 
 def _encoded(value: Any) -> Any:
@@ -285,7 +317,11 @@ def _encoded(value: Any) -> Any:
 
 def read_chunk(line: bytes) -> Chunk:
     """The chunk that `write_chunk` wrote."""
-    items = json.loads(line, object_hook=lambda each: JsonFloat(each[_NUMBER]) if _NUMBER in each else each)
+    items = json.loads(
+        line,
+        parse_float=JsonFloat,
+        object_hook=lambda each: JsonFloat(each[_NUMBER]) if _NUMBER in each else each,
+    )
     return [
         UserError(item) if isinstance(item, str) else Row(*item) if len(item) == 3 else Skipped(*item)
         for item in items

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def children() -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"lptune.data.worker_process" in (entry / "cmdline").read_bytes():
+            if parent == os.getpid() and b"lptune.data.workers" in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
         except (OSError, ValueError):
             continue
@@ -225,6 +226,14 @@ def test_a_chunk_passes_as_json_with_the_text_of_its_numbers() -> None:
     assert row == chunk[0]
     assert (row.values["a"][0].text, row.values["a"][4]["b"].text) == ("1.10", "1e400")
     assert (skipped, str(error)) == (chunk[1], "the end")
+    line = '{"q": 1.10, "a": "x"}'
+    assert read_chunk(write_chunk([Row("r", {"q": JsonFloat("1.10"), "a": "x"}, line=line)], fmt)) == [
+        Row("r", {"q": 1.1, "a": "x"})
+    ]
+    for key in ("\0number", "n"):  # a key of the data is never taken for a number
+        row = Row("r", {"q": {key: "1"}}, line=json.dumps({"q": {key: "1"}}))
+        with pytest.raises(TypeError) if key != "n" else nullcontext():
+            assert read_chunk(write_chunk([row], fmt)) == [row._replace(line="")]
     # A column that nothing reads may hold anything; one that is read goes no further than this process.
     (row,) = read_chunk(write_chunk([Row("r", {"q": "?", "image": b"\x89PNG"})], fmt))
     assert isinstance(row, Row)
