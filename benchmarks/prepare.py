@@ -18,7 +18,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from contextlib import suppress
@@ -58,50 +57,51 @@ def main() -> None:
                         "LPTUNE_DATA_WORKERS": str(num),
                         "SCRATCH": scratch,
                     }
-                    print(f"{what:8} {tree} {num} workers: ", end="", flush=True)
-                    subprocess.run(command, env=os.environ | env, check=True)
+                    with subprocess.Popen(
+                        command, env=os.environ | env, stdout=subprocess.PIPE, text=True
+                    ) as run:
+                        most = 0
+                        while run.poll() is None:  # from outside: looking takes time of a processor, too
+                            most = max(most, resident(run.pid))
+                            time.sleep(0.5)
+                        said = run.stdout.read().splitlines()[-1:]
+                    print(
+                        f"{what:8} {tree} {num} workers:", *said, f"memory {most / 1e6:,.0f} MB", flush=True
+                    )
 
 
 def measure(prepare, tokenizer, source):
-    """Runs `prepare` and prints what it took."""
+    """Prints what the work of `prepare(tokenizer, source)` takes, without imports and the tokenizer."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for those that outlive their parent
-    most, has_ended = [0], threading.Event()
-
-    def sample():
-        while not has_ended.wait(0.25):
-            most[0] = max(most[0], resident())
-
-    sampler = threading.Thread(target=sample, daemon=True)
+    work = prepare(tokenizer, source)
     started, before = time.perf_counter(), cpu(resource.RUSAGE_SELF)
-    sampler.start()
-    digest = prepare(tokenizer, source)
+    digest = work()
     wall, own = time.perf_counter() - started, cpu(resource.RUSAGE_SELF) - before
-    has_ended.set()
     with suppress(ChildProcessError):
         while True:
             os.wait()
     total = own + cpu(resource.RUSAGE_CHILDREN)
-    print(
-        f"{wall:.1f} s, {total:.1f} CPU s, serial {own / total:.1%}, memory {most[0] / 1e6:,.0f} MB, "
-        f"{digest}",
-        flush=True,
-    )
+    print(f"{wall:.1f} s, {total:.1f} CPU s, serial {own / total:.1%}, {digest}", flush=True)
 
 
 def lptune(tokenizer, source):
-    """The digest of the rows."""
+    """A function that prepares the rows and gives their digest."""
     from lptune.config import DataConfig
     from lptune.data import hf, load_tokenizer, prepare
 
     loaded = load_tokenizer(Path(tokenizer))
     cfg = DataConfig(source=source, seq_len=1024, cache=f"{os.environ['SCRATCH']}/rows")
-    rows, _, _ = prepare(cfg, loaded, seed=0, vocab_size=2**20)
-    hf._process().close()
-    return rows.digest[:12]
+
+    def work():
+        rows, _, _ = prepare(cfg, loaded, seed=0, vocab_size=2**20)
+        hf._process().close()
+        return rows.digest[:12]
+
+    return work
 
 
 def datasets(tokenizer, source):
-    """The number of rows."""
+    """A function that tokenizes the rows and gives their number."""
     os.environ |= {"HF_HOME": os.environ["SCRATCH"], "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     import datasets
     from transformers import AutoTokenizer
@@ -113,9 +113,12 @@ def datasets(tokenizer, source):
         texts = loaded.apply_chat_template(batch["messages"], tokenize=False)
         return {"input_ids": loaded(texts, add_special_tokens=False)["input_ids"]}
 
-    rows = datasets.load_dataset("json", data_files=source, split="train")
-    num = int(os.environ["LPTUNE_DATA_WORKERS"])
-    return len(rows.map(encode, batched=True, num_proc=num, remove_columns=rows.column_names))
+    def work():
+        rows = datasets.load_dataset("json", data_files=source, split="train")
+        num = int(os.environ["LPTUNE_DATA_WORKERS"])
+        return len(rows.map(encode, batched=True, num_proc=num, remove_columns=rows.column_names))
+
+    return work
 
 
 def cpu(who):
@@ -124,8 +127,8 @@ def cpu(who):
     return used.ru_utime + used.ru_stime
 
 
-def resident():
-    """Bytes of resident memory of this process and all below it."""
+def resident(pid):
+    """Bytes of resident memory of a process and all below it."""
     below, sizes = defaultdict(list), {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -133,10 +136,10 @@ def resident():
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 below[int(fields[1])].append(int(entry.name))
                 sizes[int(entry.name)] = int(fields[21]) * resource.getpagesize()
-    found, todo = 0, [os.getpid()]
-    for pid in todo:  # which grows
-        found += sizes.get(pid, 0)
-        todo += below[pid]
+    found, todo = 0, [pid]
+    for each in todo:  # which grows
+        found += sizes.get(each, 0)
+        todo += below[each]
     return found
 
 

@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -251,25 +252,30 @@ def _first(waiting: "deque[Future[Made]]") -> Made:
 
 def serve() -> None:
     """Prepares chunks: reads the work from stdin, then chunks, and writes the answer to each to stdout, with
-    one thread, and with a process of its own that renders (hf.py). Ends with stdin.
+    a process of its own that renders (hf.py). Ends at once when stdin does, over whatever chunk.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group; stdin ends with its owner
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
-    try:
-        work = Work.of_json(sys.stdin.buffer.readline())
+    lines = queue.SimpleQueue[bytes]()
+
+    def read() -> None:
         for line in sys.stdin.buffer:
-            try:
-                found: Made | UserError | str = work.make(read_chunk(line))
-            except UserError as error:
-                found = error
-            except Exception:
-                found = traceback.format_exc()
-            write_made(answers, found)
-            del line, found
-    except (BrokenPipeError, json.JSONDecodeError):  # its owner has ended
-        os._exit(1)
+            lines.put(line)
+        os._exit(1)  # its owner has ended
+
+    threading.Thread(target=read, daemon=True).start()
+    work = Work.of_json(lines.get())
+    while True:
+        try:
+            found: Made | UserError | str = work.make(read_chunk(lines.get()))
+        except UserError as error:
+            found = error
+        except Exception:
+            found = traceback.format_exc()
+        write_made(answers, found)
+        del found
 
 
 _NUMBER = "\0number"
