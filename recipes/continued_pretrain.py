@@ -27,7 +27,9 @@ def main(cfg: PretrainConfig) -> None:
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
-            rows = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=base.config.vocab_size)
+            rows = data.prepare_texts(
+                cfg.data, tokenizer, seed=cfg.seed, vocab_size=base.config.vocab_size, cuts=run.cuts_text
+            )
         # Which steps are left? Model, data and seed must be those of the checkpoint that the run continues.
         steps = training.plan_steps(run, plan, rows, tokenizer)
         if not steps:

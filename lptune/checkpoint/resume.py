@@ -162,6 +162,9 @@ def state_of_run(
         "data": data_digest[:16],
         **others,
     }
+    rows = decides_rows(cfg, chat_template)
+    if saved is not None and not saved.cuts_text and cfg.data.cut_text is None:
+        del rows["data.cut_text"]  # so that the next part of the run knows it, too
     content = {
         "fingerprint": fingerprint,
         "config": {
@@ -169,7 +172,7 @@ def state_of_run(
             for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
             if not has_no_effect(key)
         },
-        "decides_rows": decides_rows(cfg, chat_template),
+        "decides_rows": rows,
         "started_on": started_on.isoformat(),
         "about": about_run(cfg, chat_template),
         "parts": run_parts(cfg, plan, saved),

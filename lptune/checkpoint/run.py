@@ -91,6 +91,8 @@ class Run:
         """The step of the newest checkpoint, from which the run continued or which it saved; 0: none."""
         self.started_on = date.today()
         """The date that chat templates print. A resumed run keeps it."""
+        self.cuts_text = True
+        """Whether a `data.cut_text` that is not set may mean true: not in a run older than the key."""
         self._continues: Manifest | None = None
         self._saved: RunState | None = None
         self._newest: Path | None = None
@@ -119,8 +121,8 @@ class Run:
 
     def read_base(self) -> Base:
         """The base checkpoint in model.path: its headers, no weights. Also finds and verifies the checkpoint
-        to continue (the key `resume`), and sets `step` and `started_on` from it. A collective. Raises
-        UserError as `hf.read_base` and `resume.find_checkpoint` do.
+        to continue (the key `resume`), and sets `step`, `started_on` and `cuts_text` from it. A collective.
+        Raises UserError as `hf.read_base` and `resume.find_checkpoint` do.
         """
         base = read_base(self.cfg.model.path, self.world.print, backend=self.cfg.model.backend)
         self._index = base.index
@@ -130,6 +132,7 @@ class Run:
             self.step, self._newest = found.step, found.folder
             self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
             self.started_on, self._counts = self._saved.started_on, self._saved.counts
+            self.cuts_text = self._saved.cuts_text
             self._fell_back = still_fallen_back(self.cfg, self._saved, self.world.print)
         return base
 

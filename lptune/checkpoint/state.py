@@ -123,6 +123,11 @@ class RunState:
             raise UserError(f"{self.path}: started_on: expected a date, found {day!r:.60}") from None
 
     @property
+    def cuts_text(self) -> bool:
+        """Whether the run began with a version that knows `data.cut_text`."""
+        return "data.cut_text" in (self.content.get("decides_rows") or {})
+
+    @property
     def skipped(self) -> dict[str, int]:
         """The counts of skipped steps (`training.Update.counts`) when the checkpoint was saved."""
         found, most = dict[str, int](), self.step

@@ -190,6 +190,7 @@ class FinetuneConfig(EvaluatedConfig):
 class PretrainConfig(EvaluatedConfig):
     """All keys of the recipe continued_pretrain."""
 
+    PREPARE = "prepare_texts"
     num_tokens: int | None = None
     """Number of tokens to train on, instead of num_steps or num_epochs. Every position of a packed row
     counts, padding and repeated rows too: a step has global_batch_size * data.seq_len tokens. The run ends

@@ -93,6 +93,10 @@ class DataConfig:
     """Tokens per packed row."""
     packing: bool = True
     """Fill each packed row with several documents (best fit). Attention stays within a document."""
+    cut_text: bool | None = None
+    """Cut raw text at the end of a row where whole texts would leave rows partly empty. Each part begins with
+    the last token of the part before; attention stays within a part. null: true in continued_pretrain, else
+    false. A run that is resumed keeps what it began with. Held-out text stays whole."""
     train_on_prompt: bool = False
     """Count every token in the loss, not only those of the assistant."""
     on_bad_row: str = "error"
@@ -123,6 +127,8 @@ class DataConfig:
             raise UserError(f"data.eval_fraction: must be at least 0 and below 1, found {self.eval_fraction}")
         if self.eval_split is not None and self.eval_source is None:
             raise UserError("data.eval_split: belongs to data.eval_source, which is not set")
+        if self.cut_text and not self.packing:
+            raise UserError("data.cut_text: fills packed rows; set data.packing=true, or leave it out")
         if self.eval_fraction and self.eval_source:
             raise UserError(
                 "data.eval_fraction and data.eval_source exclude each other; set one of them "

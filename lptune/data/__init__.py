@@ -19,6 +19,7 @@ from lptune.data.prepare import (
     prepare_evaluation,
     prepare_labelled,
     prepare_preferences,
+    prepare_texts,
 )
 from lptune.data.prompts import Prompt, PromptWriter, read_prompts
 from lptune.data.rows import Batch, Loader, Rows, evaluation_batches
@@ -48,5 +49,6 @@ __all__ = [
     "prepare_evaluation",
     "prepare_labelled",
     "prepare_preferences",
+    "prepare_texts",
     "read_prompts",
 ]

@@ -37,21 +37,12 @@ from lptune.base import cache as base_cache
 from lptune.base.errors import UserError, remedy
 from lptune.base.files import Lock, fsync_path, kind_of, open_regular, parse_json, write_bytes
 from lptune.config import DataConfig, data_files
-from lptune.data.documents import Documents, concatenated
+from lptune.data.documents import DTYPES, Documents, concatenated
 from lptune.data.errors import BadRows
 from lptune.data.sources import JsonFloat, read_rows
 from lptune.data.tokenizer import Tokenizer
 
 FORMAT = 1
-_DTYPES = {
-    "tokens_T": "<i4",
-    "is_target_T": "|b1",
-    "offsets_N1": "<i8",
-    "answers_N2": "<i4",
-    "prompt_keys_N": "<u8",
-    "num_targets_N": "<i8",
-    "is_desirable_N": "|b1",
-}
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 _PARTIAL = ".tmp-"
@@ -181,24 +172,24 @@ class _Writer:
     @_own_files()
     def __init__(self, folder: Path, files: ExitStack) -> None:
         self._files = {}
-        for name in _DTYPES:
+        for name in DTYPES:
             descriptor = os.open(folder / f"{name}.bin", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             self._files[name] = os.fdopen(descriptor, "wb")
             files.callback(_close, self._files[name])
-        self._sums = {name: hashlib.sha256() for name in _DTYPES}
-        self._lengths = dict.fromkeys(_DTYPES, 0)
+        self._sums = {name: hashlib.sha256() for name in DTYPES}
+        self._lengths = dict.fromkeys(DTYPES, 0)
         self._num_tokens = 0
         self._append("offsets_N1", np.zeros(1, dtype=np.int64))
 
     def add(self, part: Documents) -> None:
         """Appends the documents of one batch."""
-        for name in _DTYPES:
+        for name in DTYPES:
             array = getattr(part, name)
             self._append(name, array[1:] + self._num_tokens if name == "offsets_N1" else array)
         self._num_tokens += len(part.tokens_T)
 
     def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        data = np.ascontiguousarray(array, dtype=_DTYPES[name]).tobytes()
+        data = np.ascontiguousarray(array, dtype=DTYPES[name]).tobytes()
         self._sums[name].update(data)
         self._lengths[name] += len(data)
         with _own_files():
@@ -212,7 +203,7 @@ class _Writer:
             os.fsync(file.fileno())
         return {
             name: {"num_bytes": self._lengths[name], "sha256": self._sums[name].hexdigest()}
-            for name in _DTYPES
+            for name in DTYPES
         }
 
 
@@ -225,7 +216,7 @@ def _open(folder: Path, key: str) -> Stored | None:
     if found != "a folder":
         raise _DamagedError(f"it is {found}")
     manifest = _read_manifest(entry, key)
-    arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in _DTYPES}
+    arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in DTYPES}
     with suppress(OSError):
         os.utime(entry)  # the time of its last use, for cleaning up
     arrays["answers_N2"] = arrays["answers_N2"].reshape(-1, 2)
@@ -258,7 +249,7 @@ def _mapped(entry: Path, name: str, expected: dict[str, Any]) -> np.ndarray[Any,
         if hashlib.file_digest(file, "sha256").hexdigest() != expected.get("sha256"):
             raise _DamagedError(f"{name}.bin does not match its digest")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    return np.frombuffer(mapped, dtype=_DTYPES[name])
+    return np.frombuffer(mapped, dtype=DTYPES[name])
 
 
 def _open_file(path: Path) -> BufferedReader:
@@ -308,7 +299,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 MIN_BYTES = 1024 * 1024
 """Preparing a source smaller than this is faster than looking it up."""
 _APPLIED_LATER = (
-    "packing", "eval_fraction", "eval_source", "eval_split", "cache",
+    "packing", "cut_text", "eval_fraction", "eval_source", "eval_split", "cache",
     "chat_template",  # part of the tokenizer
 )  # fmt: skip
 
@@ -349,7 +340,7 @@ def content_of(source: str, cfg: DataConfig) -> Content | None:
     for row in read_rows(source, BadRows(cfg.on_bad_row), split=cfg.split, max_rows=cfg.max_rows):
         try:
             texts = [each.text for each in row.values.values() if isinstance(each, JsonFloat)]
-            data = json.dumps([*row, texts], default=_encoded).encode() + b"\0"
+            data = json.dumps([*row[:3], texts], default=_encoded).encode() + b"\0"
         except (TypeError, ValueError, RecursionError):
             return None
         sha.update(data)

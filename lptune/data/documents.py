@@ -60,6 +60,16 @@ class Joined:
 
 
 PIECE_TOKENS = 1024 * 1024
+DTYPES = {
+    "tokens_T": "<i4",
+    "is_target_T": "|b1",
+    "offsets_N1": "<i8",
+    "answers_N2": "<i4",
+    "prompt_keys_N": "<u8",
+    "num_targets_N": "<i8",
+    "is_desirable_N": "|b1",
+}
+"""The arrays of `Documents` that stand end to end, as bytes: in the cache, and between processes."""
 
 _UNKNOWN: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 _UNLABELLED: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
@@ -124,6 +134,32 @@ class Documents:
             answers_N2=self.answers_N2[numbers], prompt_keys_N=self.prompt_keys_N[numbers],
             num_targets_N=self.num_targets_N[numbers], is_desirable_N=self.is_desirable_N[numbers],
         )  # fmt: skip
+
+    def cut(
+        self,
+        numbers_P: npt.NDArray[np.int64],
+        starts_P: npt.NDArray[np.int64],
+        lengths_P: npt.NDArray[np.int64],
+    ) -> "Documents":
+        """Parts of the documents `numbers_P`, in that order: `lengths_P` tokens from `starts_P` on. Only raw
+        text may be cut, where every token but the first is a target. Tokens and targets are not copied: the
+        first token of a part, a target of the part before, is none here, since no token precedes it.
+        """
+        found, is_part_P = self.select(numbers_P), lengths_P < self.lengths[numbers_P]
+        answers_P2 = np.where(
+            is_part_P[:, None], np.stack([np.ones_like(lengths_P), lengths_P], 1), found.answers_N2
+        )
+        return dataclasses.replace(
+            found, offsets_N1=offsets_of(lengths_P), starts_N=found.starts_N + starts_P,
+            answers_N2=answers_P2.astype(np.int32),
+            num_targets_N=np.where(is_part_P, lengths_P - 1, found.num_targets_N),
+        )  # fmt: skip
+
+    @property
+    def goes_on(self) -> npt.NDArray[np.bool_]:
+        """(N,): whether the next document is the next part of the same text (`cut`)."""
+        ends_N = self.starts_N + self.lengths
+        return np.append(self.starts_N[1:] == ends_N[:-1] - 1, np.zeros(1, dtype=np.bool_))
 
     def end_to_end(self, array_T: npt.NDArray[Any] | Joined) -> Iterator[npt.NDArray[Any]]:
         """`array_T` (tokens_T or is_target_T) of these documents in order, in pieces."""

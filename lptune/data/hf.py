@@ -63,7 +63,7 @@ def ask_once(operation: str, content: Sequence[bytes], **question: Any) -> Answe
     with contextlib.suppress(OSError):
         digest, _, text = ((cache.read(path) if path else None) or b"").partition(b"\n")
         if text and digest == _digest([text]).encode():
-            return _read_answer(io.BytesIO(text))
+            return read_answer(io.BytesIO(text))
     answer = ask(operation, **question)
     if path and "error" not in answer.facts:
         line = json.dumps({**answer.facts, "sizes": [len(body) for body in answer.bodies]})
@@ -75,7 +75,7 @@ def ask_once(operation: str, content: Sequence[bytes], **question: Any) -> Answe
     return answer
 
 
-def _read_answer(file: IO[bytes]) -> Answer:
+def read_answer(file: IO[bytes]) -> Answer:
     """An answer as hf_process.py writes it. Raises ValueError or EOFError if it is cut off."""
     facts = json.loads(file.readline())
     bodies = []
@@ -144,7 +144,7 @@ class _Process:
         try:
             child.stdin.write(line)
             child.stdin.flush()
-            answer = _read_answer(child.stdout)
+            answer = read_answer(child.stdout)
         except BaseException as error:  # an interrupt, too: the rest of an answer must not answer the next
             has_ended = isinstance(error, (BrokenPipeError, EOFError, json.JSONDecodeError))
             if has_ended:

@@ -31,8 +31,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     try:
         sys.modules["torch"] = None  # type: ignore[assignment]  # half of the time of the import
-        import transformers.utils.chat_template_utils  # noqa: F401
-        from transformers import AutoTokenizer  # noqa: F401
+        import transformers.utils.chat_template_utils  # noqa: F401 - AutoTokenizer only to load one: 0.5 s
     except Exception as error:  # of a broken installation
         _write(answers, {"error": "import", "message": _text(error)}, [])
         return
@@ -121,10 +120,11 @@ def _untrim_offsets(node: Any) -> None:
 
 
 def _render(question: dict[str, Any], templates: list[Any]) -> Answer:
-    """Renders the beginnings of a conversation: (number of messages, with generation prompt) of each part.
+    """Renders beginnings of conversations. A conversation is messages, tools and parts; a part is (number of
+    messages, with generation prompt).
 
-    Each body is the text of a part, up to `max_characters` for all of them. The last one may be an error
-    instead, after which no part follows.
+    Each body is the text of a part, up to `max_characters` for all of them. `counts` has the number of bodies
+    of each conversation: after a part that fails, none of its parts follows. `error` is the last failure.
     """
     import jinja2
 
@@ -141,29 +141,43 @@ def _render(question: dict[str, Any], templates: list[Any]) -> Answer:
     def strftime_now(pattern: str) -> str:
         return datetime.combine(today, datetime.now().time()).strftime(pattern)
 
+    facts: dict[str, Any] = {"counts": []}
     bodies: list[bytes] = []
     left = question["max_characters"]
-    for upto, prompt in question["parts"]:
-        variables = {
-            **question["variables"],
-            "strftime_now": strftime_now,
-            "messages": question["messages"][:upto],
-            "add_generation_prompt": prompt,
-        }
+    for messages, tools, parts in question["conversations"]:
+        signal.setitimer(signal.ITIMER_PROF, question["cpu_s"])
+        variables = {**question["variables"], "strftime_now": strftime_now, "tools": tools}
+        texts, failed = _texts(template, variables, messages, parts, left)
+        left -= sum(map(len, texts))
+        facts |= failed
+        facts["counts"].append(len(texts))
+        bodies += [text.encode("utf-8", "surrogatepass") for text in texts]
+    return facts, bodies
+
+
+def _texts(
+    template: Any, variables: dict[str, Any], messages: list[Any], parts: list[Any], left: int
+) -> tuple[list[str], dict[str, str]]:
+    """The texts of the parts up to the first that fails, of at most `left` characters; and that failure."""
+    import jinja2
+
+    texts: list[str] = []
+    for upto, prompt in parts:
+        own = {**variables, "messages": messages[:upto], "add_generation_prompt": prompt}
         pieces = []
         try:
-            for piece in template.generate(variables):
+            for piece in template.generate(own):
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
-                    return {"error": "long", "message": ""}, bodies
-            bodies.append("".join(pieces).encode("utf-8", "surrogatepass"))
+                    return texts, {"error": "long", "message": ""}
+            texts.append("".join(pieces))
         except jinja2.TemplateError as error:
-            return {"error": "refused", "message": str(error.message or error)}, bodies
+            return texts, {"error": "refused", "message": str(error.message or error)}
         except Exception as error:  # a template is a program and can fail in any way
             del pieces
-            return {"error": "failed", "message": _text(error)}, bodies
-    return {}, bodies
+            return texts, {"error": "failed", "message": _text(error)}
+    return texts, {}
 
 
 def _compiled(source: str, marks: list[str]) -> Any:

@@ -13,15 +13,16 @@ tokens that it gets at inference, also if the prompt ends in a space. A chat is 
 `apply_chat_template` does.
 """
 
-from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Format, Pair, Text
 from lptune.data.named_templates import suggested
-from lptune.data.report import Counts
+from lptune.data.report import Tally
+from lptune.data.templates import Rendered
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import SYSTEM, TurnFinder, UnwrittenFinder
 
@@ -45,19 +46,22 @@ class Written(NamedTuple):
 
 
 class Layout:
-    """Writes the documents of one source, and counts what the report should mention."""
+    """Writes the documents of one chunk of a source (workers.py), and counts what the report should mention.
+    What it learns of the template by trying is its own, so that a chunk does not depend on those before it.
+    """
 
     def __init__(self, cfg: DataConfig, tokenizer: Tokenizer, fmt: Format) -> None:
         self.tokenizer = tokenizer
         self.source = cfg.source
         self.system_prompt = cfg.system_prompt
         self.train_on_prompt = cfg.train_on_prompt
-        self.finder = TurnFinder(tokenizer.template) if tokenizer.template else None
-        self.unwritten_finder = UnwrittenFinder(tokenizer.template) if tokenizer.template else None
+        template = tokenizer.template.anew() if tokenizer.template else None
+        self.finder = TurnFinder(template) if template else None
+        self.unwritten_finder = UnwrittenFinder(template) if template else None
         self.is_text = fmt.kind == "text"
-        self.counts = Counts()
-        self._unwritten: Counter[str] = Counter()
-        self._unknown_examples: dict[str, None] = {}
+        self.tally = Tally()
+        self.counts = self.tally.counts
+        self._ahead: dict[int, list[Rendered]] = {}
         if fmt.kind == "chat" and self.finder is None:
             raise UserError(
                 f"{tokenizer.folder}: has no chat template, and the data are chats; "
@@ -96,22 +100,10 @@ class Layout:
         """`document` as text. Raises RowError if the template refuses it."""
         if isinstance(document, Text):
             written = Written(document.text)
-        elif isinstance(document, Conversation):
-            written = self._write_chat(document)
         elif self.finder is not None:
-            prompt = (
-                f"{document.prompt}\n{document.input}"
-                if document.prompt and document.input
-                else document.prompt + document.input
-            )
-            messages = [
-                *([{"role": "system", "content": document.system}] if document.system else []),
-                *document.history,
-                {"role": "user", "content": prompt},
-                {"role": "assistant", "content": document.response},
-            ]
-            written = self._write_chat(Conversation(messages, None))
+            written = self._write_chat(document)
         else:
+            assert isinstance(document, Pair)
             written = _plain(document)
         for text in (written.text, written.response or ""):
             check_characters(text)
@@ -121,24 +113,44 @@ class Layout:
 
     def _count_unknown(self, text: str, places: list[int]) -> None:
         self.counts["num_unknown_characters"] += len(places)
-        if len(self._unknown_examples) < 8:
-            self._unknown_examples |= dict.fromkeys(text[i] for i in places[:100])
+        if len(self.tally.characters) < 8:
+            self.tally.characters.update(text[i] for i in places[:100])
 
-    def _write_chat(self, conversation: Conversation) -> Written:
+    def render_ahead(self, documents: Iterable[Document]) -> None:
+        """Renders the conversations among `documents` in one question, before each is written. Those with
+        tool calls are left to `write`: what the template makes of a call decides what is asked.
+        """
+        if self.finder is None:
+            return
+        asked = {}
+        for document in documents:
+            if not isinstance(document, Text):
+                messages, tools = _conversation(document)
+                if not any(message.get("tool_calls") for message in messages):
+                    messages, _ = self._prompted(messages)
+                    asked[id(document)] = (messages, tools, self.finder.parts(messages, tools))
+        self._ahead = dict(zip(asked, self.finder.template.render_ahead([*asked.values()]), strict=True))
+
+    def _prompted(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
+        """`messages` with `data.system_prompt`, and whether it was put before them."""
+        if self.system_prompt is None or messages[0]["role"] in ("system", "developer"):
+            return messages, False
+        return [{"role": "system", "content": self.system_prompt}, *messages], True
+
+    def _write_chat(self, document: Conversation | Pair) -> Written:
         assert self.finder is not None
         assert self.unwritten_finder is not None
-        messages, tools = conversation.messages, conversation.tools
+        given, tools = _conversation(document)
+        messages = given
         if self.train_on_prompt and any(message.get("weight") == 0 for message in messages):
             raise RowError(
                 "has an answer that is not learned (weight 0), and data.train_on_prompt=true learns every "
                 "token; give up one of the two"
             )
         messages = [*self.unwritten_finder.with_calls(messages, tools)]
-        self.counts["num_inlined_calls"] += messages != conversation.messages
-        is_prompted = self.system_prompt is not None and messages[0]["role"] not in ("system", "developer")
-        if is_prompted:
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        turns = self.finder.find(messages, tools)
+        self.counts["num_inlined_calls"] += messages != given
+        messages, is_prompted = self._prompted(messages)
+        turns = self.finder.find(messages, tools, self._ahead.pop(id(document), ()))
         self.counts["num_rewritten_turns"] += turns.num_rewritten
         is_closed = turns.is_closed or (self.train_on_prompt and self.finder.closing_token() is not None)
         self.counts["num_chats"] += 1
@@ -147,7 +159,7 @@ class Layout:
         self.counts["num_system_prompts"] += is_prompted
         self.counts["num_unwritten_system_prompts"] += is_prompted and (SYSTEM, 0) in unwritten
         self.counts["num_unwritten"] += len(unwritten)
-        self._unwritten.update(kind for kind, _ in unwritten)
+        self.tally.unwritten.update(kind for kind, _ in unwritten)
         text, spans = turns.text, turns.spans
         alphabet = self.tokenizer.alphabet
         places = alphabet.unknown(text) if alphabet else []
@@ -173,9 +185,24 @@ class Layout:
 
     def examples(self) -> dict[str, str]:
         """What the notes of the report name: characters that are not known, and what is not written."""
-        shown = [each if each.isprintable() else ascii(each) for each in self._unknown_examples]
-        left_out = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self._unwritten.items()))
+        shown = [each if each.isprintable() else ascii(each) for each in self.tally.characters]
+        unwritten = sorted(self.tally.unwritten.items())
+        left_out = ", ".join(f"{count:,} {kind}" for kind, count in unwritten)
         return {"examples": " ".join(shown[:8]), "unwritten": left_out}
+
+
+def _conversation(document: Conversation | Pair) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages and tools that the chat template gets."""
+    if isinstance(document, Conversation):
+        return document.messages, document.tools
+    second = "\n" * bool(document.prompt and document.input) + document.input
+    messages = [
+        *([{"role": "system", "content": document.system}] if document.system else []),
+        *document.history,
+        {"role": "user", "content": document.prompt + second},
+        {"role": "assistant", "content": document.response},
+    ]
+    return messages, None
 
 
 def check_characters(text: str) -> None:

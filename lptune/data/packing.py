@@ -5,8 +5,14 @@ has at most 11/9 of the fewest rows possible; in practice short documents fill t
 full. Placing documents one by one would cost a search for each. But documents of equal length are
 interchangeable, and so are rows with equal space, so whole groups are placed at once. The work then depends
 on the number of different lengths, not of documents: a million documents take well under a second.
+
+Texts of a little more than half a row leave the rest of each row empty. Raw text may be cut (`cut_to_fill`):
+the texts of rows that are not nearly full stand end to end instead, and are cut where a row ends. A part
+begins with the last token of the part before, so each token is still predicted once, with the tokens of its
+own part before it. Rows that best fit has filled stay as they are: a cut costs context.
 """
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +101,67 @@ def _of_groups(packing: Packing, size: int) -> Packing:
 def one_document_per_row(num_documents: int) -> Packing:
     """No packing: row i holds document i."""
     return Packing(np.arange(num_documents, dtype=np.int64), np.arange(num_documents + 1, dtype=np.int64))
+
+
+NEARLY_FULL = 0.95
+"""Rows with this share of tokens are left to best fit."""
+
+
+class Parts(NamedTuple):
+    """Parts of documents, in the order of the documents: whole ones, and texts in several parts."""
+
+    numbers: Int64Array
+    """The document of each part."""
+    starts: Int64Array
+    """Where it begins in the document; after a cut, with the last token before the cut."""
+    lengths: Int64Array
+
+
+def cut_to_fill(
+    lengths: npt.ArrayLike, is_text: npt.NDArray[np.bool_], packing: Packing, capacity: int
+) -> tuple[Parts, Packing] | None:
+    """Parts of at least two tokens, and their rows, which are fewer than in `packing`; None if cutting texts
+    saves no row. Rows in `packing` that are nearly full, or hold a document that is no text, stay.
+    """
+    lengths_N, (documents, row_offsets) = np.asarray(lengths, dtype=np.int64), packing
+    tokens_R = np.add.reduceat(lengths_N[documents], row_offsets[:-1])
+    is_loose_R = np.logical_and.reduceat(is_text[documents], row_offsets[:-1])
+    is_loose_R &= tokens_R < NEARLY_FULL * capacity
+    is_loose_M = np.repeat(is_loose_R, np.diff(row_offsets))
+    loose = documents[is_loose_M]
+    bounds = np.r_[0, np.cumsum(lengths_N[loose])]
+    starts: list[int] = []
+    start, end = 0, int(bounds[-1])
+    while start < end:
+        starts.append(start)
+        start += capacity
+        if start < end and bounds[bisect_left(bounds, start)] != start:
+            start -= 1  # within a text
+    if len(starts) >= is_loose_R.sum():
+        return None
+    starts_R = np.array(starts, dtype=np.int64)
+    stops_R = np.minimum(starts_R + capacity, end)
+    first_R = np.searchsorted(bounds, starts_R, side="right") - 1
+    count_R = np.searchsorted(bounds, stops_R, side="left") - first_R
+    row_P = np.repeat(np.arange(len(starts_R)), count_R)
+    text_P = first_R[row_P] + np.arange(len(row_P)) - np.repeat(np.cumsum(count_R) - count_R, count_R)
+    start_P = np.maximum(bounds[text_P], starts_R[row_P])
+    length_P = np.minimum(bounds[text_P + 1], stops_R[row_P]) - start_P
+    kept_P = length_P > 1  # the first token of a text alone: its text stands whole in the next row
+    row_P, text_P, start_P, length_P = row_P[kept_P], text_P[kept_P], start_P[kept_P], length_P[kept_P]
+
+    whole = documents[~is_loose_M]
+    kept_row_M = np.repeat(np.cumsum(~is_loose_R) - 1, np.diff(row_offsets))[~is_loose_M]
+    row_P = np.r_[kept_row_M, row_P + np.count_nonzero(~is_loose_R)]
+    numbers_P = np.r_[whole, loose[text_P]]
+    start_P = np.r_[np.zeros_like(whole), start_P - bounds[text_P]]
+    length_P = np.r_[lengths_N[whole], length_P]
+    order_P = np.lexsort((start_P, numbers_P))
+    place_P = np.empty_like(order_P)
+    place_P[order_P] = np.arange(len(order_P))
+    by_row = np.argsort(row_P, kind="stable")
+    offsets = np.r_[0, np.cumsum(np.bincount(row_P))].astype(np.int64)
+    return Parts(numbers_P[order_P], start_P[order_P], length_P[order_P]), Packing(place_P[by_row], offsets)
 
 
 class _OpenRows:

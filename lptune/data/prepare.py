@@ -5,6 +5,7 @@ report.
 import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,18 +18,20 @@ from lptune.base.progress import counting
 from lptune.config import DataConfig, SourceConfig, check_sources, data_files, left_out
 from lptune.data.cache import Content, Facts, cache_key, cached, content_of, files_stat, in_memory
 from lptune.data.detect import detect_format, detect_labelled, detect_preferences
-from lptune.data.documents import Documents, joined
+from lptune.data.documents import Documents, joined, sources_of
 from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.order import split_by_prompt, weighted
-from lptune.data.packing import one_group_per_row, pack_groups
+from lptune.data.packing import cut_to_fill, one_group_per_row, pack_groups
 from lptune.data.report import OF_ANSWERS, Unused, counted, describe
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
-from lptune.data.tokenization import tokenize
 from lptune.data.tokenizer import Tokenizer
+from lptune.data.workers import Work, chunks, made
 
 DETECTION_ROWS = 32
+WORTH_A_NOTE = 0.9
+"""Share of tokens that are not padding, below which the report says what to do."""
 _DETECT = {"answers": detect_format, "preferences": detect_preferences, "labelled": detect_labelled}
 """By the reading of the rows: one answer to learn; two answers to compare; answers with a label."""
 _OF_AN_ENTRY = re.compile(
@@ -75,6 +78,7 @@ def prepare(
     vocab_size: int,
     preferences: bool = False,
     labelled: bool = False,
+    cuts: bool | None = None,
 ) -> Prepared:
     """Packed rows for training and, if the config asks for it, for evaluation. A function of its arguments
     and the files. Tokenized documents are stored in the folder that `cfg.cache` names, and read from there.
@@ -83,7 +87,8 @@ def prepare(
     copies. vocab_size: of the model; a larger token id is a UserError. tokenizer: loaded with
     `cfg.chat_template`; ValueError otherwise. preferences: read each row as a prompt with a chosen and a
     rejected answer; documents 2i and 2i + 1 are its two documents, which stay together in all that follows.
-    labelled: read each row as an answer with a label, or a preference as two such answers.
+    labelled: read each row as an answer with a label, or a preference as two such answers. cuts: whether
+    training texts are cut at the ends of rows; None: if `cfg.cut_text` is true.
     """
     reading = "preferences" if preferences else "labelled" if labelled else "answers"
     size = 2 if preferences else 1
@@ -116,12 +121,31 @@ def prepare(
     train, shares = _weigh(cfg, documents, numbers, seed, size)
     pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
     train_rows = _pack(cfg, train, seed, pad_id, size)
-    report += [*shares, describe("training", train_rows, reading)]
+    is_text_N = np.array([source.is_text for source in sources])[
+        sources_of(train, np.arange(train.num_documents))
+    ]
+    if (bool(cfg.cut_text) if cuts is None else cuts) and cfg.packing:
+        train_rows = _cut(train_rows, is_text_N)
+    if num_cuts := np.count_nonzero(train_rows.documents.goes_on):
+        shares.append(f"note: cut texts at {num_cuts:,} ends of rows (data.cut_text)")
+    report += [
+        *shares,
+        describe("training", train_rows, reading),
+        *_empty(cfg, train_rows, bool(is_text_N.any())),
+    ]
     if evaluation is None:
         return Prepared(train_rows, None, report)
     evaluation_rows = _pack(cfg, evaluation, seed, pad_id, size)
     report.append(describe("evaluation", evaluation_rows, reading))
     return Prepared(train_rows, evaluation_rows, report)
+
+
+def prepare_texts(
+    cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int, cuts: bool = True
+) -> Prepared:
+    """`prepare` for pre-training, where a `cfg.cut_text` that is not set means `cuts`."""
+    cuts = cuts if cfg.cut_text is None else cfg.cut_text
+    return prepare(cfg, tokenizer, seed=seed, vocab_size=vocab_size, cuts=cuts)
 
 
 def prepare_preferences(cfg: DataConfig, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> Prepared:
@@ -289,17 +313,19 @@ def _make(
     rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = _DETECT[reading](cfg, first, source)
-    layout = Layout(cfg, tokenizer, fmt)
-    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text)
+    layout = Layout(cfg, tokenizer, fmt)  # it writes nothing: it adds up what the chunks count
+    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text, layout.tally)
     counts, num_documents, largest_token = layout.counts, 0, 0
-    with counting(f"tokenizing {source}", "documents") as advance:
-        all_rows = unused.watch(itertools.chain(first, rows))
-        for part in tokenize(all_rows, fmt, layout, bad, seq_len=cfg.seq_len):
-            num_documents += part.num_documents
-            assert isinstance(part.tokens_T, np.ndarray)
-            largest_token = max(largest_token, int(part.tokens_T.max(initial=0)))
-            add(part)
-            advance(part.num_documents)
+    parts = made(chunks(itertools.chain(first, rows), bad), Work(cfg, tokenizer, fmt))
+    with counting(f"tokenizing {source}", "documents") as advance, closing(parts):
+        for part in parts:
+            num_documents += part.documents.num_documents
+            assert isinstance(part.documents.tokens_T, np.ndarray)
+            largest_token = max(largest_token, int(part.documents.tokens_T.max(initial=0)))
+            layout.tally.add(part.tally)
+            bad.skip(*part.skipped)
+            add(part.documents)
+            advance(part.documents.num_documents)
     files = data_files(source)
     if content is not None and content.stat != files_stat(files):
         raise UserError(f"{source}: was changed while it was read; run again")
@@ -378,3 +404,26 @@ def _pack(cfg: DataConfig, documents: Documents, seed: int, pad_id: int, size: i
     else:
         packing = one_group_per_row(documents.num_documents // size, size)
     return Rows(documents, packing, seq_len=cfg.seq_len, pad_id=pad_id)
+
+
+def _cut(rows: Rows, is_text_N: npt.NDArray[np.bool_]) -> Rows:
+    """`rows`, with texts cut where that saves rows."""
+    found = cut_to_fill(rows.documents.lengths, is_text_N, rows.packing, rows.seq_len)
+    if found is None:
+        return rows
+    parts, packing = found
+    return Rows(rows.documents.cut(*parts), packing, seq_len=rows.seq_len, pad_id=rows.pad_id)
+
+
+def _empty(cfg: DataConfig, rows: Rows, has_text: bool) -> Iterator[str]:
+    """A note if much of the rows is padding. The last row may be anything."""
+    if rows.num_tokens >= WORTH_A_NOTE * (rows.num_rows - 1) * rows.seq_len:
+        return
+    longest = int(rows.documents.lengths.max())
+    if not cfg.packing:
+        todo = "data.packing=true lets documents share a row"
+    elif has_text and not cfg.cut_text:
+        todo = "data.cut_text=true cuts texts where a row ends"
+    else:
+        todo = f"another data.seq_len may fit the documents better (the longest has {longest:,} tokens)"
+    yield f"note: rows are {rows.fill:.1%} full, and a step computes the padding, too; {todo}"

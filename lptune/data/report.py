@@ -7,7 +7,8 @@ the dataset.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -111,29 +112,57 @@ _MAX_NAMED = 40
 """Number of names in the report, the most frequent first."""
 
 
+@dataclass(frozen=True)
+class Tally:
+    """All that is counted of some rows. Tallies of chunks add up, in order, to that of the source."""
+
+    counts: Counts = field(default_factory=Counter)
+    unwritten: Counter[str] = field(default_factory=Counter)
+    """By kind, the parts of conversations that the chat template does not write."""
+    characters: Counter[str] = field(default_factory=Counter)
+    """The first characters that the tokenizer does not know."""
+    columns: Counter[str] = field(default_factory=Counter)
+    keys: Counter[str] = field(default_factory=Counter)
+    """Columns, and keys of messages, that nothing reads."""
+
+    def add(self, other: Mapping[str, Mapping[str, int]]) -> None:
+        """Adds the tally of the rows that follow, as `vars` makes it."""
+        for name, counts in other.items():
+            for each, count in counts.items():
+                _count(getattr(self, name), each, count)
+
+
 class Unused:
     """Counts the columns and message keys that are not empty and that nothing reads, over all rows."""
 
-    def __init__(self, is_used: Callable[[str], bool], messages: Sequence[str], template: str) -> None:
+    def __init__(
+        self,
+        is_used: Callable[[str], bool],
+        messages: Sequence[str],
+        template: str,
+        tally: Tally | None = None,
+    ) -> None:
         """is_used: whether a column of this name is read. messages: the columns that hold messages. template:
-        the text of the chat template; a message key that it names counts as read.
+        the text of the chat template; a message key that it names counts as read. tally: counts there.
         """
-        self.num_rows = 0
+        self._tally = tally or Tally()
         self._is_used = is_used
         self._messages = messages
         self._template = template
-        self._columns: Counter[str] = Counter()
-        self._keys: Counter[str] = Counter()
-        self._num_asking = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows that were watched."""
+        return self._tally.counts["num_rows"]
 
     def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Passes `rows` through and counts them."""
         is_used, is_read = cache(self._is_used), cache(self._is_read)
         for row in rows:
-            self.num_rows += 1
+            self._tally.counts["num_rows"] += 1
             for name, value in row.values.items():
                 if not is_used(name) and not is_missing(value):
-                    _count(self._columns, name)
+                    _count(self._tally.columns, name)
             for name in self._messages:
                 value = row.values.get(name)
                 messages = [value] if isinstance(value, dict) else value
@@ -149,14 +178,14 @@ class Unused:
             if is_missing(value) or key in (role, content):
                 continue
             if key in LOSS_KEYS:
-                self._num_asking += not is_answer and value == (key not in HIDDEN_KEYS)
+                self._tally.counts["num_asking"] += not is_answer and value == (key not in HIDDEN_KEYS)
             elif key not in _CALL_KEYS and not is_read(key):
-                _count(self._keys, key)
+                _count(self._tally.keys, key)
         parts = message.get(content)
         for part in parts if isinstance(parts, list) else ():
             for key in part if isinstance(part, dict) else ():
                 if key not in PART_KEYS and not is_missing(part[key]):
-                    _count(self._keys, f"{content}[].{key}")
+                    _count(self._tally.keys, f"{content}[].{key}")
 
     def _is_read(self, key: str) -> bool:
         names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template gets all of them
@@ -164,22 +193,22 @@ class Unused:
 
     def notes(self) -> list[str]:
         """Lines for the report on unused columns and keys."""
-        notes = []
-        if self._columns:
-            notes.append(f"columns that are not used, with their rows: {_counted(self._columns)}")
-        if self._keys:
-            notes.append(f"message keys that are not used, with their messages: {_counted(self._keys)}")
-        if self._num_asking:
+        notes, tally = [], self._tally
+        if tally.columns:
+            notes.append(f"columns that are not used, with their rows: {_counted(tally.columns)}")
+        if tally.keys:
+            notes.append(f"message keys that are not used, with their messages: {_counted(tally.keys)}")
+        if tally.counts["num_asking"]:
             notes.append(
-                f"{self._num_asking:,} messages of system, user or tool say that they are learned; only the "
-                "assistant's are"
+                f"{tally.counts['num_asking']:,} messages of system, user or tool say that they are learned; "
+                "only the assistant's are"
             )
         return notes
 
 
-def _count(counter: Counter[str], name: str) -> None:
+def _count(counter: Counter[str], name: str, count: int = 1) -> None:
     if name in counter or len(counter) < _MAX_NAMES:
-        counter[name] += 1
+        counter[name] += count
 
 
 def _counted(counter: Counter[str]) -> str:

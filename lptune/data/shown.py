@@ -74,6 +74,7 @@ def document_lines(rows: Rows, number: int, tokenizer: Tokenizer, marks: Marks, 
     documents = rows.documents
     start, stop = documents.place(number)
     tokens, is_target = documents.tokens_T[start:stop].tolist(), documents.is_target_T[start:stop].tolist()
+    is_target[0] = False  # of the part of a text, it is a target in the part before
     num_targets = int(documents.num_targets_N[number])
     label = "" if documents.is_desirable_N[number] else ", undesirable"
     yield f"--- document {number}: {len(tokens):,} tokens, {num_targets:,} targets{label}"

@@ -52,6 +52,8 @@ class Row(NamedTuple):
     values: dict[str, Any]
     num_left_out: int = 0
     """Number of null fields of structs that were left out (StructReader)."""
+    line: str = ""
+    """The JSON that the values were read from, if each row has its own."""
 
 
 def read_rows(
@@ -104,7 +106,7 @@ def _json_lines(source: str, texts: Iterable[str], bad: BadRows) -> Iterator[Row
             continue
         place = f"{source} line {number}"
         try:
-            yield Row(place, _json_object(line))
+            yield Row(place, _json_object(line), line=line)
         except RowError as problem:
             if number == 1 and line.lstrip().startswith("["):
                 raise UserError(

@@ -13,6 +13,9 @@ first conversation with a call, with arguments of our own: a template that takes
 writes it as Python does.
 """
 
+import contextlib
+import copy
+import itertools
 import json
 import re
 import secrets
@@ -47,6 +50,8 @@ _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
 _Objects = Sequence[Mapping[str, Any]]
 Part = tuple[int, bool]
 """A beginning of a conversation: number of messages, and whether the generation prompt follows them."""
+Asked = tuple[_Objects, _Objects | None, Sequence[Part]]
+"""Messages, tools, and the parts to render."""
 
 
 class Rendered(NamedTuple):
@@ -81,12 +86,35 @@ class ChatTemplate:
         self.where = where
         self.date = date or datetime.now().date()
         self._text_arguments: dict[str, bool] = {}
+        self._has_marks = {
+            name: re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+            for name, source in self.sources.items()
+        }
         for source in self.sources.values():
             if len(source) > MAX_SOURCE_CHARS:
                 raise UserError(
                     f"{where}: has {len(source):,} characters; at most {MAX_SOURCE_CHARS:,} are read"
                 )
-            self._ask(source, [], None, [])
+            self._ask(source, [])
+
+    def to_values(self) -> dict[str, Any]:
+        """All of it as JSON values, for `of_values` in another process."""
+        texts = sorted(self.special_texts)
+        return {
+            "sources": self.sources, "special_tokens": self.special_tokens, "special_texts": texts,
+            "where": self.where, "date": self.date.isoformat(),
+        }  # fmt: skip
+
+    @classmethod
+    def of_values(cls, values: dict[str, Any]) -> "ChatTemplate":
+        """The template of which `to_values` made `values`. Its syntax is checked again."""
+        return cls(**values | {"date": Date.fromisoformat(values["date"])})
+
+    def anew(self) -> "ChatTemplate":
+        """The same template, which has not seen a conversation yet."""
+        found = copy.copy(self)
+        found._text_arguments = {}
+        return found
 
     def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The jinja text that is used for a conversation with or without `tools`."""
@@ -94,7 +122,7 @@ class ChatTemplate:
 
     def has_marks(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
         """Whether the template marks by `{% generation %}` what the assistant writes."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source(tools)) is not None
+        return self._has_marks[self._name(tools)]
 
     def render(
         self,
@@ -119,6 +147,21 @@ class ChatTemplate:
             messages = [_with_arguments(message, arguments_text) for message in messages]
         return self._render(messages, tools, parts)
 
+    def render_ahead(self, conversations: Sequence[Asked]) -> list[list[Rendered]]:
+        """`render_parts` of many conversations without tool calls, in as few questions as possible, which
+        saves most of the time of small ones. A list is empty where that failed, for whatever reason:
+        `render_parts` then tells it of that conversation alone.
+        """
+        found: list[list[Rendered]] = [[] for _ in conversations]
+        for name in {self._name(tools) for _, tools, _ in conversations}:
+            numbers = [i for i, (_, tools, _) in enumerate(conversations) if self._name(tools) == name]
+            with contextlib.suppress(UserError, RowError):
+                answer = self._ask(self.sources[name], [conversations[i] for i in numbers])
+                texts = iter(answer.bodies)
+                for i, count in zip(numbers, answer.facts.get("counts", ()), strict=False):
+                    found[i] = [_rendered(body) for body in itertools.islice(texts, count)]
+        return found
+
     def _takes_text(self, messages: _Objects, tools: _Objects | None) -> bool:
         """Whether the template reads the arguments of calls as JSON text. `messages` have a call."""
         name = self._name(tools)
@@ -139,9 +182,9 @@ class ChatTemplate:
             return ""
 
     def _render(self, messages: _Objects, tools: _Objects | None, parts: Sequence[Part]) -> list[Rendered]:
-        answer = self._ask(self.source(tools), messages, tools, parts)
+        answer = self._ask(self.source(tools), [(messages, tools, parts)])
         if answer.bodies:
-            return [_take_marks(body.decode("utf-8", "surrogatepass")) for body in answer.bodies]
+            return [_rendered(body) for body in answer.bodies]
         message = answer.facts["message"]
         match answer.facts["error"]:
             case "long":
@@ -154,11 +197,11 @@ class ChatTemplate:
             case _:
                 raise RowError(f"the chat template fails on it: {message}; change the row or {self.where}")
 
-    def _ask(
-        self, source: str, messages: _Objects, tools: _Objects | None, parts: Sequence[Part]
-    ) -> hf.Answer:
-        # Without parts only the syntax is checked, which the source decides.
-        ask = hf.ask if parts else partial(hf.ask_once, content=[source.encode(errors="surrogatepass")])
+    def _ask(self, source: str, conversations: Sequence[Asked]) -> hf.Answer:
+        # Without a conversation only the syntax is checked, which the source decides.
+        ask = (
+            hf.ask if conversations else partial(hf.ask_once, content=[source.encode(errors="surrogatepass")])
+        )
         try:
             answer = ask(
                 "render",
@@ -168,12 +211,15 @@ class ChatTemplate:
                 source=source,
                 marks=(_OPEN, _CLOSE),
                 today=self.date.isoformat(),
-                variables={**self.special_tokens, "tools": tools or None, "documents": None},
-                messages=[_template_message(message) for message in messages],
-                parts=parts,
+                variables={**self.special_tokens, "documents": None},
+                conversations=[
+                    ([_template_message(message) for message in messages], tools or None, parts)
+                    for messages, tools, parts in conversations
+                ],
             )
         except hf.EndedError as error:  # not an error of the row: the next one would take as long
-            raise UserError(f"{self.where}: {error} for {len(messages)} messages; fix it") from None
+            num_messages = sum(len(messages) for messages, _, _ in conversations)
+            raise UserError(f"{self.where}: {error} for {num_messages} messages; fix it") from None
         except UserError:
             raise
         except (TypeError, ValueError, RecursionError) as error:
@@ -208,7 +254,8 @@ def _with_arguments(message: Mapping[str, Any], make: Callable[[Any], Any]) -> M
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _take_marks(text: str) -> Rendered:
+def _rendered(body: bytes) -> Rendered:
+    text = body.decode("utf-8", "surrogatepass")
     if _OPEN not in text:
         return Rendered(text, [])
     pieces: list[str] = []

@@ -1,7 +1,7 @@
 """From source rows to documents: writes each row as text, tokenizes it, and marks its targets.
 
-The Rust tokenizer encodes texts in batches, on all cores and without the GIL, while Python renders the next
-batch. Each batch becomes arrays (documents.py) at once, so that only a few batches are in memory as objects.
+The rows are those of one chunk (workers.py). All of its texts are tokenized together and become arrays
+(documents.py) at once, so that only one chunk is in memory as objects.
 
 A preference becomes two documents, first the chosen answer, then the rejected one. They share the prompt's
 key and a packed row, and neither is ever cut: a part of an answer has another probability. Nor is an answer
@@ -12,51 +12,43 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lptune.base.errors import UserError
+from lptune.base.files import MEBI
 from lptune.data.documents import Documents, offsets_of
-from lptune.data.errors import BadRows, RowError
-from lptune.data.formats import Format
+from lptune.data.errors import BadRows, RowError, Skipped
+from lptune.data.formats import Document, Format
 from lptune.data.layout import Layout, Written
 from lptune.data.sources import Row
 from lptune.data.tokenizer import Tokenizer
 
-BATCH_DOCUMENTS = 2048
-BATCH_CHARACTERS = 4 * 1024 * 1024
+ROWS_PER_QUESTION = 128
+BATCH_CHARACTERS = 4 * MEBI
 PIECE_CHARACTERS = 64 * 1024
 TEXT_SAMPLE_TOKENS = 32
 _JOINT_CHARACTERS = 16
 
+Item = Row | Skipped | UserError
+"""A row of a source or, in its place, what went wrong in reading it."""
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 
 
-def tokenize(
-    rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows, *, seq_len: int
-) -> Iterator[Documents]:
-    """The documents of `rows`, batch by batch; a batch may have none. Pairs and chats that are longer than
-    seq_len lose their end; raw text is cut into chunks without loss. A preference gives two documents, or
-    none if these are longer than seq_len together; an answer with a label gives none if its document is
-    longer than seq_len. Adds to `layout.counts`.
+def tokenize(items: Iterable[Item], fmt: Format, layout: Layout, bad: BadRows, *, seq_len: int) -> Documents:
+    """The documents of rows; there may be none. Pairs and chats that are longer than seq_len lose their
+    end; raw text is cut into chunks without loss. A preference gives two documents, or none if these are
+    longer than seq_len together; an answer with a label gives none if its document is longer than seq_len.
+    Adds to `layout.tally`.
     """
-    builder, tokenizer = _Builder(layout, seq_len), layout.tokenizer
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        pending = None
-        for batch in _batches(_write(rows, fmt, layout, bad)):
-            pieces = [_pieces(written, tokenizer) for written in batch]
-            texts = [piece for document in pieces for piece in document]
-            is_chat = any(written.spans is not None for written in batch)
-            future = pool.submit(_encode, texts, tokenizer, is_chat)
-            if pending is not None:
-                yield builder.build(pending[0], pending[1], pending[2].result())
-            pending = (batch, [len(document) for document in pieces], future)
-            del batch, pieces, texts
-        if pending is not None:
-            yield builder.build(pending[0], pending[1], pending[2].result())
+    written = [*_write(items, fmt, layout, bad)]
+    pieces = [_pieces(each, layout.tokenizer) for each in written]
+    texts = [piece for document in pieces for piece in document]
+    encoded = _encode(texts, layout.tokenizer, is_chat=any(each.spans is not None for each in written))
+    return _Builder(layout, seq_len).build(written, [len(document) for document in pieces], encoded)
 
 
 def _encode(texts: list[str], tokenizer: Tokenizer, is_chat: bool) -> list[Any]:
@@ -76,45 +68,52 @@ def _encode(texts: list[str], tokenizer: Tokenizer, is_chat: bool) -> list[Any]:
     return found
 
 
-def _write(rows: Iterable[Row], fmt: Format, layout: Layout, bad: BadRows) -> Iterator[Written]:
-    counts = layout.counts
-    for row in rows:
-        counts["num_null_fields"] += row.num_left_out
-        try:
-            if fmt.label or fmt.is_unpaired:
-                found = [layout.write(each)._replace(label=label) for each, label in fmt.labelled(row)]
-            elif fmt.rejected:
-                chosen, rejected = (layout.write(document) for document in fmt.preference(row))
-                found = [chosen._replace(rejected=rejected)]
-            else:
-                found = [layout.write(fmt.document(row))]
-        except RowError as problem:
-            bad.add(row.place, problem)
-            continue
-        if fmt.is_unpaired and found[0]._replace(label=False) == found[1]:
-            counts["num_equal_preferences"] += 1
-            continue
-        counts["num_placeholder_rows"] += not layout.is_text and _has_placeholder(
-            found[0].text + (found[0].response or "")
+def _write(items: Iterable[Item], fmt: Format, layout: Layout, bad: BadRows) -> Iterator[Written]:
+    items = iter(items)
+    while some := list(itertools.islice(items, ROWS_PER_QUESTION)):
+        read = [_read(item, fmt) if isinstance(item, Row) else [] for item in some]
+        layout.render_ahead(
+            document for found in read if not isinstance(found, RowError) for document, _ in found
         )
-        yield from found
+        for row, found in zip(some, read, strict=True):
+            if isinstance(row, UserError):
+                raise row
+            if isinstance(row, Skipped):
+                bad.skip(*row)
+                continue
+            layout.counts["num_null_fields"] += row.num_left_out
+            try:
+                if isinstance(found, RowError):
+                    raise found
+                written = [layout.write(document)._replace(label=label) for document, label in found]
+            except RowError as problem:
+                bad.add(row.place, problem)
+                continue
+            if fmt.is_unpaired and written[0]._replace(label=False) == written[1]:
+                layout.counts["num_equal_preferences"] += 1
+                continue
+            if not layout.is_text and _has_placeholder(written[0].text + (written[0].response or "")):
+                layout.counts["num_placeholder_rows"] += 1
+            if fmt.rejected and not fmt.is_unpaired:
+                yield written[0]._replace(rejected=written[1])
+            else:
+                yield from written
+
+
+def _read(row: Row, fmt: Format) -> list[tuple[Document, bool | None]] | RowError:
+    """The documents of a row with their labels, or why there are none."""
+    try:
+        if fmt.label or fmt.is_unpaired:
+            return [*fmt.labelled(row)]
+        if fmt.rejected:
+            return [(document, None) for document in fmt.preference(row)]
+        return [(fmt.document(row), None)]
+    except RowError as problem:
+        return problem
 
 
 def _has_placeholder(text: str) -> bool:
     return re.search(r"\{\{\s*\w+\s*\}\}", text) is not None
-
-
-def _batches(documents: Iterable[Written]) -> Iterator[list[Written]]:
-    batch: list[Written] = []
-    size = 0
-    for written in documents:
-        batch.append(written)
-        size += len(written.text) + len(written.response or "")
-        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _pieces(written: Written, tokenizer: Tokenizer) -> list[str]:
@@ -158,7 +157,7 @@ def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
 
 
 class _Builder:
-    """Makes documents of encodings, batch by batch."""
+    """Makes documents of encodings."""
 
     def __init__(self, layout: Layout, seq_len: int) -> None:
         self.tokenizer, self.counts, self.seq_len = layout.tokenizer, layout.counts, seq_len
@@ -178,7 +177,7 @@ class _Builder:
         self._labels: list[bool] = []
 
     def build(self, batch: list[Written], num_pieces: list[int], encoded: list[Any]) -> Documents:
-        """The documents of one batch; document i takes the next `num_pieces[i]` items of `encoded`."""
+        """The documents of `batch`; document i takes the next `num_pieces[i]` items of `encoded`."""
         place = 0
         for written, count in zip(batch, num_pieces, strict=True):
             own = encoded[place : place + count]

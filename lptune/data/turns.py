@@ -74,14 +74,19 @@ class TurnFinder:
         self._beginnings: dict[Part, str] = {}
 
     def find(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        rendered: Sequence[Rendered] = (),
     ) -> Turns:
         """Renders `messages` and finds the spans of the assistant. Raises RowError if they cannot be found
-        exactly.
+        exactly. rendered: `parts`, if they are rendered already.
         """
-        has_marks = self.template.has_marks(tools)
-        whole = self._render_first(messages, tools, has_marks)
-        if has_marks:
+        parts = self.parts(messages, tools)
+        rendered = rendered or self.template.render_parts(messages, tools, parts)
+        self._beginnings = {part: each.text for part, each in zip(parts, rendered, strict=False)}
+        whole = rendered[0]
+        if self.template.has_marks(tools):
             marks = [mark for mark in _marks_to_learn(whole.marks, messages) if mark[0] < mark[1]]
             prompt = self._generation_prompt(tools) or ""
             follow = [bool(prompt) and whole.text.endswith(prompt, 0, start) for start, _ in marks]
@@ -101,17 +106,14 @@ class TurnFinder:
             num_rewritten += rewritten
         return Turns(whole.text, spans, num_rewritten, follow, self._is_closed(whole.text, spans, tools))
 
-    def _render_first(self, messages: Sequence[Mapping[str, Any]], tools: Any, has_marks: bool) -> Rendered:
-        """The whole conversation; keeps the beginnings that most templates need, rendered in one question."""
+    def parts(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Part]:
+        """The whole conversation, and the beginnings that most templates need, for one question."""
         last = len(messages)
         parts = [(last, False)]
-        for i in range(last) if not has_marks else ():
+        for i in range(last) if not self.template.has_marks(tools) else ():
             if _is_learned(messages[i]) and len(parts) < _MAX_PARTS:
                 parts += [(i, True), (i + 1, False)] if i + 1 < last else [(i, True)]
-        parts = [part for part in parts if part[0]]
-        rendered = self.template.render_parts(messages, tools, parts)
-        self._beginnings = {part: each.text for part, each in zip(parts, rendered, strict=False)}
-        return rendered[0]
+        return [part for part in parts if part[0]]
 
     def _begun(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, upto: int, prompt: bool
@@ -345,7 +347,7 @@ def learned_stops(rows: Rows, tokenizer: Tokenizer) -> dict[str, int]:
     An answer ends where its targets do. A row may have answers that end differently: a tool call of Llama 3
     ends with <|eom_id|>. Where prompts are learned, too, the targets do not show where an answer ends, so the
     tokenizer's end token and that of the chat template count wherever they are targets. The end of a document
-    of `seq_len` tokens does not count for others, because the document may have been cut there.
+    of `seq_len` tokens, and of a part of a text, does not count for others: the text may be cut there.
     """
     texts = tokenizer.template.special_texts if tokenizer.template else tokenizer.special_texts
     texts -= {tokenizer.special_tokens.get("unk_token", "")}
@@ -353,7 +355,8 @@ def learned_stops(rows: Rows, tokenizer: Tokenizer) -> dict[str, int]:
     special = {each for each in ids if each is not None}
     closing = _closing_ids(tokenizer)
     documents, found = rows.documents, set[int]()
-    cut_N = documents.offsets_N1[1:][documents.lengths >= rows.seq_len] - 1
+    is_cut_N = (documents.lengths >= rows.seq_len) | documents.goes_on
+    cut_N = documents.offsets_N1[1:][is_cut_N] - 1
     start = 0
     pieces = (documents.end_to_end(array) for array in (documents.tokens_T, documents.is_target_T))
     for all_tokens_T, all_targets_T in zip(*pieces, strict=True):

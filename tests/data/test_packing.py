@@ -1,11 +1,15 @@
 """Every document stands in exactly one row, whole; rows are as full as best-fit decreasing makes them."""
 
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lptune.data import Packing, pack
 from lptune.data.order import permutation, random_keys, shuffled
+from lptune.data.packing import NEARLY_FULL, cut_to_fill
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=200)
 
@@ -111,3 +115,64 @@ def test_ranks_depend_on_key_and_seed_alone() -> None:
     assert len(set(ranks.tolist())) == 100
     assert not np.array_equal(ranks, shuffled(keys, 6))
     assert abs((np.argsort(ranks) < 50)[:50].mean() - 0.5) < 5 * 0.5 / np.sqrt(50)
+
+
+def filled(lengths: list[int], capacity: int) -> list[list[tuple[int, int, int]]]:
+    """Texts end to end, cut where a row ends, one token after the other: rows of (text, start, length)."""
+    rows: list[list[tuple[int, int, int]]] = [[]]
+    for text, length in enumerate(lengths):
+        start = 0
+        while start < length - 1:  # a token that is left alone was predicted in the part before
+            space = capacity - sum(part[2] for part in rows[-1])
+            if space < 2:  # a part of one token predicts nothing
+                rows.append([])
+                continue
+            rows[-1].append((text, start, min(space, length - start)))
+            start += min(space, length - start) - 1
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_are_cut_as_a_plain_loop_cuts_them(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    capacity = int(random.integers(4, 40))
+    lengths = random.integers(2, capacity + 1, size=int(random.integers(1, 60)))
+    packing = pack(lengths, capacity, seed)
+    tokens = np.add.reduceat(lengths[packing.documents], packing.row_offsets[:-1])
+    loose = [row for row in range(packing.num_rows) if tokens[row] < NEARLY_FULL * capacity]
+    whole = [row for row in range(packing.num_rows) if row not in loose]
+    rows = [packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]] for row in loose]
+    order = np.concatenate([*rows, np.zeros(0, np.int64)]).tolist()
+    expected = filled([int(lengths[text]) for text in order], capacity) if order else []
+    found = cut_to_fill(lengths, np.ones(len(lengths), bool), packing, capacity)
+    if len(expected) >= len(loose):
+        assert found is None
+        return
+    assert found is not None
+    parts, cut = found
+    assert cut.num_rows == len(whole) + len(expected)
+    made = [
+        list(zip(*(array[cut.documents[first:stop]].tolist() for array in parts), strict=True))
+        for first, stop in pairwise(cut.row_offsets.tolist())
+    ]
+    assert made[len(whole) :] == [[(order[i], start, length) for i, start, length in row] for row in expected]
+    kept = [packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]] for row in whole]
+    assert made[: len(whole)] == [[(text, 0, int(lengths[text])) for text in row.tolist()] for row in kept]
+    # Every token but the first of each text is predicted once.
+    targets = sorted(
+        (n, i) for n, start, length in zip(*parts, strict=True) for i in range(start + 1, start + length)
+    )
+    assert targets == [(n, i) for n, length in enumerate(lengths) for i in range(1, length)]
+
+
+def test_only_texts_are_cut_and_full_rows_stay() -> None:
+    lengths = np.array([6, 6, 6, 10, 6, 6])
+    is_text = np.array([False, True, True, True, True, True])
+    packing = pack(lengths, 10, 0)
+    found = cut_to_fill(lengths, is_text, packing, 10)
+    assert found is not None
+    parts, cut = found
+    assert set(parts.numbers[parts.lengths < lengths[parts.numbers]]) <= {1, 2, 4, 5}
+    assert cut.num_rows == 5  # 24 tokens of texts in three rows in place of four, with two tokens read twice
+    assert cut_to_fill(lengths, np.zeros(6, bool), packing, 10) is None
+    assert cut_to_fill([10, 10], np.ones(2, bool), pack([10, 10], 10, 0), 10) is None

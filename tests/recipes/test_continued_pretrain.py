@@ -10,7 +10,9 @@ import torch
 import yaml
 
 from lptune.base.errors import UserError
+from lptune.checkpoint.manifest import describe_file
 from lptune.config import PretrainConfig, load_config
+from tests.faults.malformed import reseal
 from tests.helpers.tiny_recipe import write_config
 from tests.recipes.conftest import Run, differing, losses, read_metrics, refusal, weights
 
@@ -151,3 +153,28 @@ def test_two_keys_for_the_length_are_one_line(pretrain: Run, pretrain_config: Pa
     done = pretrain("schedule.kind=wsd", "schedule.decay_steps=11", code=2)
     assert "2 steps of warm-up and 11 of decay do not fit into the 12 steps of the run" in refusal(done)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_from_before_cut_text_keeps_whole_texts_and_a_new_run_fills_its_rows(
+    pretrain: Run, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(f"{json.dumps({'text': 'one two six ten ' * 10})}\n" * 60)
+    common = (f"data.source={texts}", "data.eval_source=null", "eval_every_steps=0", "data.seq_len=128")
+    common += ("schedule.kind=constant", "checkpoint.every_steps=4")
+    whole = pretrain(*common, "num_tokens=4096", "data.cut_text=false")
+    assert "note: rows are" in whole.stdout
+    saved = tmp_path / "run" / "checkpoints" / "step-00000004"
+    state = json.loads((saved / "state.json").read_text(encoding="utf-8"))
+    assert state["decides_rows"].pop("data.cut_text") is False
+    (saved / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    entry = describe_file(saved / "state.json")
+    reseal(saved, lambda manifest: manifest["files"].update({"state.json": entry}))
+    for num_tokens in (8192, 12288):  # also from the checkpoint that the resumed run saved
+        assert "continuing" in pretrain(*common, f"num_tokens={num_tokens}").stdout
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 13))
+    refused = pretrain(*common, "num_tokens=16384", "data.cut_text=true", code=2)
+    assert "changed: data.cut_text" in refused.stderr
+    filled = pretrain(*common, "num_tokens=4096", f"output_dir={tmp_path / 'new'}").stdout
+    assert "(data.cut_text)" in filled
+    assert "note: rows are" not in filled

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from lptune.base import cores
 from lptune.base.text import printable, size_text
 from lptune.hardware.cpu import cpu_flags, cpuinfo
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line
 
-_CGROUP = Path("/sys/fs/cgroup")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs")
 _FEATURES = {
     "amx_int8": "AMX INT8",
@@ -38,33 +38,16 @@ def cpu() -> Iterator[Line]:
     """The processor and what speeds up 8-bit and bfloat16 GEMMs on it."""
     found = [name for flag, name in _FEATURES.items() if flag in cpu_flags()]
     name = cpuinfo().get("model name", "unknown model")
-    yield Line("processor", "cpu", OK, f"{name}, {num_cores()} cores; {', '.join(found) or 'no AVX2'}")
+    yield Line("processor", "cpu", OK, f"{name}, {cores.num_cores()} cores; {', '.join(found) or 'no AVX2'}")
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > num_cores():
-        text = f"OMP_NUM_THREADS={threads}, and this process may use {num_cores()} cores"
+    if threads.isdigit() and int(threads) > cores.num_cores():
+        text = f"OMP_NUM_THREADS={threads}, and this process may use {cores.num_cores()} cores"
         yield Line(
             "processor", "threads", NOTE, text, "unset OMP_NUM_THREADS, or set it to the cores of a rank"
         )
-    if (quota := cpu_quota()) is not None and quota < num_cores():
-        text = f"the cgroup allows the time of {quota:g} cores; torch starts {num_cores()} threads"
+    if (quota := cores.cpu_quota()) is not None and quota < cores.num_cores():
+        text = f"the cgroup allows the time of {quota:g} cores; torch starts {cores.num_cores()} threads"
         yield Line("processor", "cpu quota", NOTE, text, f"set OMP_NUM_THREADS={max(1, int(quota))}")
-
-
-def num_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def cpu_quota() -> float | None:
-    """CPU time per second that the cgroup allows; None: no limit."""
-    with suppress(OSError, ValueError):
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    with suppress(OSError, ValueError):  # cgroup v1
-        quota = (_CGROUP / "cpu" / "cpu.cfs_quota_us").read_text()
-        period = (_CGROUP / "cpu" / "cpu.cfs_period_us").read_text()
-        return int(quota) / int(period) if int(quota) > 0 else None
-    return None
 
 
 def memory() -> Iterator[Line]:
@@ -81,7 +64,7 @@ def memory() -> Iterator[Line]:
 
 def memory_limit() -> int | None:
     """Bytes that the cgroup allows; None: no limit."""
-    for file in (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes"):
+    for file in (cores.CGROUP / "memory.max", cores.CGROUP / "memory" / "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
             return int(file.read_text())
     return None
