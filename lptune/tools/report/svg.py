@@ -147,7 +147,7 @@ def differences(rows: Sequence[Row]) -> Html:
     ends = {name: (each.mean, each.interval or 0.0) for name, each in found.items()}
     lows, highs = ([mean + side * half for mean, half in ends.values()] for side in (-1, 1))
     axis = linear(min(0.0, *lows, 0.0), max(0.0, *highs, 0.0))
-    left, line, bottom = 190, 20, TOP + 20 * len(ends)
+    left, line, bottom = 200, 20, TOP + 20 * len(ends)
 
     def x(value: float) -> str:
         return f"{left + float(axis.place(np.array(value))) * (WIDTH - RIGHT - left):.1f}"
@@ -166,7 +166,7 @@ def differences(rows: Sequence[Row]) -> Html:
             "path", klass="interval", d=f"M{x(mean - half)} {y}H{x(mean + half)}", stroke=COLOURS[0]
         )
         dot = tag("circle", klass="interval", cx=x(mean), cy=y, r=3, fill=COLOURS[0])
-        drawn += [interval, dot, tag("text", shown(name, 34), x=left - 8, y=y + 4, text_anchor="end")]
+        drawn += [interval, dot, tag("text", shown(name, 32), x=left - 8, y=y + 4, text_anchor="end")]
     said = "; ".join(f"{name}: {mean:+.4g} ± {half:.4g}" for name, (mean, half) in ends.items())
     looks = {"font-family": "sans-serif", "font-size": "11", "viewBox": f"0 0 {WIDTH} {bottom + BOTTOM}"}
     return tag("svg", *drawn, xmlns="http://www.w3.org/2000/svg", **looks, role="img", aria_label=said)
