@@ -67,7 +67,8 @@ def compared(runs: Sequence[Run], reference: Run | None = None) -> list[Row]:
         for seed, run in of.items():
             for name, value in _measures(run, base.get(seed)).items():
                 values[name].append(value)
-        name = ", ".join(f"{key.rpartition('.')[2]}={texts[at]}" for key, texts in keys.items())
+        pairs = [f"{key.rpartition('.')[2]}={texts[at]}" for key, texts in keys.items()]
+        name = ", ".join(pair for pair in pairs if pair != "emulate=false")
         measured = {measure: spread(found) for measure, found in values.items()}
         rows.append(Row(name or "all", len(of), measured, of is base))
     return sorted(rows, key=lambda row: row.measured["loss"].mean if "loss" in row.measured else math.inf)

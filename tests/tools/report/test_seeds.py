@@ -24,6 +24,8 @@ def make(make_run: MakeRun, kind: str, seed: int, more: float, num_steps: int = 
     ]
     folder = make_run(f"{kind}-{seed}", rows, **files)
     text = (CONFIG % 100).replace("int8_rowcol", kind) + f"seed: {seed}\n"
+    if kind == "worse":
+        text = text.replace("emulate: false", "emulate: true")
     (folder / "config.yaml").write_text(text, encoding="utf-8")
     return read_run(folder)
 
@@ -68,10 +70,14 @@ def test_differences_are_taken_seed_by_seed(make_run: MakeRun) -> None:
     better = [make(make_run, "better", 2, -0.5)]
     cut = make(make_run, "cut", 1, -1.0, num_steps=60)
     rows = {each.name: each for each in compared([*worse, cut, *base, *better], base[1])}
-    assert [*rows] == ["kind=better", "kind=none", "kind=worse"]  # by loss; what did not finish says nothing
+    assert [*rows] == [
+        "kind=better",
+        "kind=none",
+        "kind=worse, emulate=true",
+    ]  # by loss; what did not finish says nothing
     assert [each.n for each in rows.values()] == [1, 3, 3]
     assert [each.is_base for each in rows.values()] == [False, True, False]
-    none, other = rows["kind=none"].measured, rows["kind=worse"].measured
+    none, other = rows["kind=none"].measured, rows["kind=worse, emulate=true"].measured
     assert none["loss"][:2] == pytest.approx((4.0, 1.0))
     assert "difference" not in none
     # The seeds spread by 1, the differences by 0.01.
@@ -82,7 +88,7 @@ def test_differences_are_taken_seed_by_seed(make_run: MakeRun) -> None:
     times = {name: each.measured.get("time_to_base_s") for name, each in rows.items()}
     assert times["kind=none"] == pytest.approx((10.0, 0.0, 0.0, 3))
     assert times["kind=better"] == pytest.approx((5.0, None, None, 1))
-    assert times["kind=worse"] is None
+    assert times["kind=worse, emulate=true"] is None
     heads, *lines = cells([*rows.values()])
     table = dict(zip(heads, zip(*lines, strict=True), strict=True))
     assert table["difference ± 95 %"] == ("-0.50000", "", "+0.12000 ± 0.02484")
