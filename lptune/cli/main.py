@@ -37,6 +37,7 @@ from lptune.cli.run import run
 from lptune.cli.streams import OutputLostError
 from lptune.cli.validate import validate
 from lptune.cli.verify import verify
+from lptune.launch.outcome import leave_line
 
 
 class _Commands(click.Group):
@@ -130,7 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Print `error: <message>` as one line on stderr and exit with `code`."""
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    message = " ".join(message.split())
+    leave_line(message)
+    click.echo(f"error: {message}", err=True)
     sys.exit(code)
 
 

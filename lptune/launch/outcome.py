@@ -22,6 +22,7 @@ from lptune.launch.log import LOGS
 
 OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes; set by the launcher for its ranks
 LAUNCHER = "LPTUNE_LAUNCHER_PID"
+ERROR_LINE = "LPTUNE_ERROR_LINE"  # file for the line of the error that ends a command; set by a sweep
 LEAVING = (0, 130, 143)  # done, KeyboardInterrupt, stopped by a signal: not failures
 _HOLD_S = 15.0  # the launcher needs about one second, see lptune/launch/watch.py
 _LOST_PEER = re.compile(
@@ -87,6 +88,12 @@ def outcome_of(error: BaseException | None) -> Outcome:
     return Outcome(
         int(os.environ.get("RANK", "0")), code, time.time_ns(), socket.gethostname(), line, text, lost_peer
     )
+
+
+def leave_line(line: str) -> None:
+    """Leaves the line of the error that ends this command for the sweep that started it, if one did."""
+    if path := os.environ.get(ERROR_LINE):
+        Path(path).write_text(line, encoding="utf-8")
 
 
 _held = False

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from lptune.base.text import printable
 from lptune.launch.exchange import SILENCE_S, Exchange
-from lptune.launch.outcome import LEAVING, Outcome, Rank, read_outcomes, read_ranks
+from lptune.launch.outcome import LEAVING, Outcome, Rank, leave_line, read_outcomes, read_ranks
 from lptune.launch.rendezvous import Meeting
 
 _NUMBERED = re.compile(r"rank \d+: ")
@@ -58,6 +58,7 @@ def print_own(cause: Outcome) -> None:
         # What fails on one rank may be raised on all of them, with the number of that rank.
         who = f"rank {cause.rank}: " if cause.rank > 0 and not _NUMBERED.match(cause.line) else ""
         line = cause.line or f"ended with exit code {cause.code}"
+        leave_line(printable(f"{who}{line}"))
         print(printable(f"error: {who}{line}"), file=sys.stderr)
 
 

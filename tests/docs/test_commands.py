@@ -134,6 +134,7 @@ def check_arguments(name: str, arguments: list[str], keys_may_miss: bool) -> Non
         _, given = map(tuple, flags.split_command("run", given, ()))
     if name == "sweep":  # the first of each grid's values
         given = tuple(re.sub(r"^([\w.]+=[^,\[{'\"]*),.*", r"\1", word) for word in given)
+        given = tuple("precision.kind=none" if word == "precision.kind=all" else word for word in given)
     names = [word for word in given[:1] if "=" not in word]
     path = catalog.find_config(config)
     loaded_by = names[0] if names else catalog.recipe_of(path)

@@ -267,11 +267,11 @@ class Chart(NamedTuple):
 
 
 def charts(
-    runs: Sequence[Run], labels: Sequence[str], reference: int | None = None
+    runs: Sequence[Run], labels: Sequence[str], bases: Sequence[Run] | None = None
 ) -> tuple[list[Chart], list[Chart], list[str]]:
     """The charts that stand first, the others, and the names of metrics for which there was no room.
 
-    labels: the name of each run. reference: the number of the run from which differences are drawn.
+    labels: the name of each run. bases: for each run the one from which its difference is drawn.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.rows.columns))
     unknown = [name for name in names if name not in MAIN and name not in OTHERS and name not in _UNSHOWN]
@@ -281,10 +281,8 @@ def charts(
         [_chart(name, metric_of(name), [run.rows[name] for run in runs], labels, last) for name in group]
         for group in (MAIN, [*OTHERS, *unknown[:MAX_MORE]])
     )
-    if reference is not None and len(runs) > 1:
-        others[:0] = [
-            _difference(name, title, runs, labels, reference) for name, title in DIFFERENCES.items()
-        ]
+    if bases is not None:
+        others[:0] = [_difference(name, title, runs, labels, bases) for name, title in DIFFERENCES.items()]
     return [chart for chart in main if chart], _with_unique_names(others), unknown[MAX_MORE:]
 
 
@@ -314,12 +312,12 @@ def metric_of(name: str) -> Metric:
 
 
 def _difference(
-    name: str, title: str, runs: Sequence[Run], labels: Sequence[str], reference: int
+    name: str, title: str, runs: Sequence[Run], labels: Sequence[str], bases: Sequence[Run]
 ) -> Chart | None:
-    """The chart of a metric minus that of the reference run, at the steps that both have."""
-    base = runs[reference].rows[name].finite
+    """The chart of a metric minus that of the run it is compared with, at the steps that both have."""
     columns = []
-    for run in runs:
+    for run, other in zip(runs, bases, strict=True):
+        base = other.rows[name].finite
         column = run.rows[name].finite
         steps_N, ours_N, base_N = np.intersect1d(column.steps_N, base.steps_N, return_indices=True)
         difference_N = column.values_N[ours_N] - base.values_N[base_N]
@@ -328,7 +326,9 @@ def _difference(
             # Two noisy curves minus each other are noise; their means tell whether they part.
             found, title = means(found), f"{DIFFERENCES[name]} (means)"
         columns.append(found)
-    if not any(len(column.steps_N) for number, column in enumerate(columns) if number != reference):
+    if not any(
+        len(column.steps_N) for run, base, column in zip(runs, bases, columns, strict=True) if run is not base
+    ):
         return None
     last = max(run.rows.last_step for run in runs)
     return _chart(f"{name} difference", Metric(title), columns, labels, last)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 import lptune
 from lptune.base.files import write_errors, write_text
-from lptune.tools.report import svg
+from lptune.tools.report import seeds, svg
 from lptune.tools.report.charts import NUM_COLUMNS, NUM_MEANS, Chart, charts, is_any_thinned, number
 from lptune.tools.report.markup import Html, scrolled, tag
 from lptune.tools.report.run import COLUMNS, LARGE_IS_BAD, MEASURES, Facts, Group, Plan, Run, Sample
@@ -61,8 +61,9 @@ def arrange(runs: Sequence[Run], reference: int | None = None) -> Arranged:
     names = labels([run.folder for run in runs])
     place = None if reference is None or len(runs) == 1 else order.index(reference)
     sorted_runs, sorted_names = [runs[each] for each in order], [names[each] for each in order]
+    bases = None if place is None else seeds.paired(sorted_runs, sorted_runs[place])
     return Arranged(
-        sorted_runs, sorted_names, styles(len(runs), place), place, *charts(sorted_runs, sorted_names, place)
+        sorted_runs, sorted_names, styles(len(runs), place), place, *charts(sorted_runs, sorted_names, bases)
     )
 
 
@@ -78,6 +79,7 @@ def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) 
         _header(runs, names, numbers),
         _notes(runs, names),
         _overview(runs, names, numbers, reference),
+        _by_seed(runs, reference),
         _charts(runs, names, main, others, left_out),
         _shadow(runs, names),
         _samples(runs, names),
@@ -287,6 +289,25 @@ def _overview(
     return tag("section", tag("h2", "Summary"), _table_of_runs(runs, names, numbers, reference))
 
 
+def _by_seed(runs: Sequence[Run], reference: int | None) -> Html | None:
+    """The table of runs that differ in their seed alone, and the picture of its differences."""
+    rows = seeds.compared(runs, None if reference is None else runs[reference])
+    if all(row.n < 2 for row in rows):
+        return None
+    heads, *body = seeds.cells(rows)
+    head = tag("thead", tag("tr", (tag("th", text, scope="col") for text in heads)))
+    table = tag("table", head, tag("tbody", (_row(name, texts) for name, *texts in body)))
+    drawn = svg.differences(rows) if any("difference" in row.measured for row in rows) else None
+    return tag(
+        "section",
+        tag("h2", "By seed"),
+        scrolled(table, "Runs that differ in their seed alone"),
+        tag("figure", tag("figcaption", "Held-out loss minus that of the baseline"), drawn)
+        if drawn
+        else None,
+    )
+
+
 def _tiles(run: Run, numbers: Summary) -> Html:
     before = (
         f"before training {loss_text(numbers.first_eval_loss)}" if numbers.first_eval_loss is not None else ""
@@ -329,9 +350,10 @@ def _table_of_runs(
 ) -> Html:
     keys = differing_keys([run.config for run in runs])
     key_columns = list(keys)[:MAX_KEY_COLUMNS]
+    bases = runs if reference is None else seeds.paired(runs, runs[reference])
     columns = {
         "Held-out loss": [loss_text(each.eval_loss) for each in numbers],
-        "Against reference": [_difference(numbers, place, reference) for place in range(len(runs))],
+        "Against reference": [_difference(run, base) for run, base in zip(runs, bases, strict=True)],
         "Loss, last 5 %": [loss_text(each.loss) for each in numbers],
         "Tokens/s": [value(each.tokens_per_s) for each in numbers],
         "Training": [duration(each.train_time_s) for each in numbers],
@@ -373,11 +395,9 @@ def _table_of_runs(
     return tag("div", scrolled(table, "Summary of the runs"), tag("p", more, klass="soft") if more else None)
 
 
-def _difference(numbers: Sequence[Summary], place: int, reference: int | None) -> str:
-    if reference is None or place == reference:
-        return "—"
-    ours, theirs = numbers[place].eval_loss, numbers[reference].eval_loss
-    return "—" if ours is None or theirs is None else f"{ours - theirs:+.4f}"
+def _difference(run: Run, base: Run) -> str:
+    ours, theirs = run.final("eval_loss"), base.final("eval_loss")
+    return "—" if run is base or ours is None or theirs is None else f"{ours - theirs:+.4f}"
 
 
 MAX_SAMPLES = 20

@@ -36,6 +36,8 @@ class Summary(NamedTuple):
     peak_memory_gib: float | None
     low_fraction: float | None
     num_skipped: int
+    exact: float | None
+    """The share of the last samples whose answer is the reference."""
     started: str
     last_row: str
 
@@ -50,6 +52,9 @@ def summary(run: Run) -> Summary:
     durations_N = rows["step_time_s"].finite.values_N
     num_to_come = run.status.num_steps - rows.last_step if run.status.word == "running" else 0
     memory_N = rows["peak_memory_gib"].finite.values_N
+    last_sample = max((sample.step for sample in run.samples), default=0)
+    samples = [sample for sample in run.samples if sample.step == last_sample and sample.reference]
+    num_exact = sum(sample.answer == sample.reference for sample in samples)
     return Summary(
         last_step=rows.last_step,
         first_eval_loss=float(evaluations_N[0]) if len(evaluations_N) > 1 else None,
@@ -63,6 +68,7 @@ def summary(run: Run) -> Summary:
         peak_memory_gib=float(memory_N.max()) if len(memory_N) else None,
         low_fraction=run.final("low_precision_flops_fraction"),
         num_skipped=int(min(run.final("num_skipped") or 0, 2**53)),
+        exact=num_exact / len(samples) if samples else None,
         started=_time(rows.first_time),
         last_row=_time(rows.last_time),
     )

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from lptune.base.errors import UserError, how_to_install
 from lptune.base.files import write_bytes
-from lptune.tools.report.charts import Axis, Chart, Series
+from lptune.tools.report.charts import Axis, Chart, Series, linear
 from lptune.tools.report.markup import Html, shown, tag
 from lptune.tools.report.rows import Column
+from lptune.tools.report.seeds import Row
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 28
@@ -136,6 +137,39 @@ def standalone(chart: Chart, labels: Sequence[str], looks: Sequence[Style]) -> s
         width=2 * WIDTH,
         height=2 * height,
     )
+
+
+def differences(rows: Sequence[Row]) -> Html:
+    """The differences of rows from their baseline, each with its interval, beside a line at 0: an <svg>
+    element for the page, and as it stands also a file, for it brings its colours for white.
+    """
+    found = {row.name: row.measured["difference"] for row in rows if "difference" in row.measured}
+    ends = {name: (each.mean, each.interval or 0.0) for name, each in found.items()}
+    lows, highs = ([mean + side * half for mean, half in ends.values()] for side in (-1, 1))
+    axis = linear(min(0.0, *lows, 0.0), max(0.0, *highs, 0.0))
+    left, line, bottom = 200, 20, TOP + 20 * len(ends)
+
+    def x(value: float) -> str:
+        return f"{left + float(axis.place(np.array(value))) * (WIDTH - RIGHT - left):.1f}"
+
+    grid = "".join(f"M{x(tick)} {TOP}V{bottom}" for tick in axis.ticks)
+    texts = list(zip(axis.labels, map(x, axis.ticks), strict=True))
+    drawn = [
+        tag("rect", klass="paper", width=WIDTH, height=bottom + BOTTOM, fill="#fff"),
+        tag("path", klass="grid", d=grid, stroke="#e4e6ea"),
+        tag("path", klass="base", d=f"M{x(0.0)} {TOP}V{bottom}", stroke="#9aa0a8"),
+        *(tag("text", text, x=at, y=bottom + 17, text_anchor="middle") for text, at in texts),
+    ]
+    for number, (name, (mean, half)) in enumerate(ends.items()):
+        y = TOP + line // 2 + line * number
+        interval = tag(
+            "path", klass="interval", d=f"M{x(mean - half)} {y}H{x(mean + half)}", stroke=COLOURS[0]
+        )
+        dot = tag("circle", klass="interval", cx=x(mean), cy=y, r=3, fill=COLOURS[0])
+        drawn += [interval, dot, tag("text", shown(name, 32), x=left - 8, y=y + 4, text_anchor="end")]
+    said = "; ".join(f"{name}: {mean:+.4g} ± {half:.4g}" for name, (mean, half) in ends.items())
+    looks = {"font-family": "sans-serif", "font-size": "11", "viewBox": f"0 0 {WIDTH} {bottom + BOTTOM}"}
+    return tag("svg", *drawn, xmlns="http://www.w3.org/2000/svg", **looks, role="img", aria_label=said)
 
 
 def run_css(looks: Sequence[Style], colours: Sequence[str], neutral: str) -> str:

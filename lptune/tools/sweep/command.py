@@ -23,6 +23,7 @@ from lptune.cli import catalog, preflight, recipe
 from lptune.cli.places import PathArgument, check_above
 from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import bound, flags, launcher, preemption
+from lptune.launch.outcome import ERROR_LINE
 
 _OWN_FLAGS = (
     "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
@@ -40,6 +41,8 @@ class _Planned(NamedTuple):
     arguments: tuple[str, ...]
     """Those of `lptune run` after torchrun's flags: RECIPE --config CONFIG key=value …"""
     config_digest: str
+    why: str
+    """Why it cannot start here; empty: it can."""
 
 
 @click.command(
@@ -71,6 +74,9 @@ def sweep(
 
     lptune sweep --config my.yaml optimizer.lr=1e-5,3e-5 precision.kind=none,int8_rowcol
 
+    precision.kind=all stands for every kind. Runs that differ in their seed alone (seed=1,2,3) are one row,
+    with the difference from the row of the first run, taken seed by seed, and its 95 % interval.
+
     All runs are checked before the first one starts. Each has its own folder, named by its values. The same
     command continues a sweep that was stopped. Brackets and quotes keep the commas within a value
     (docs/sweep.md).
@@ -99,7 +105,8 @@ def sweep(
     torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
     if dry_run:
         for each in planned:
-            click.echo(shlex.join(["lptune", "run", *torchrun_flags, *each.arguments]))
+            line = shlex.join(["lptune", "run", *torchrun_flags, *each.arguments])
+            click.echo(f"# {each.name} cannot run here: {each.why}" if each.why else line)
         return 0
     return _run_all(context, folder, planned, torchrun_flags)
 
@@ -116,7 +123,9 @@ def _plan(
     *,
     here: bool,
 ) -> list[_Planned]:
-    """The runs, all of them checked. here: whether they will start on this machine."""
+    """The runs, all of them checked. here: whether they will start on this machine. Raises UserError if one
+    cannot start; of all kinds, only if none can.
+    """
     from lptune.tools.sweep.grid import Grid
 
     recipe_path, config_path, overrides = recipe.split(config_name, positional)
@@ -125,11 +134,19 @@ def _plan(
     folder = output_dir or Path("sweeps", name)
     check_above(folder / "sweep.json")
     planned = []
-    for point in Grid(overrides, max_runs).points:
+    grid = Grid(overrides, max_runs)
+    for point in grid.points:
         given = (*point.overrides, f"output_dir={folder / point.name}")
-        config_digest = _check((recipe_path, config_path), given, ranks, here=here)
+        try:
+            config_digest, why = _check((recipe_path, config_path), given, ranks, here=here), ""
+        except UserError as error:
+            if not grid.has_all_kinds:
+                raise
+            config_digest, why = point.name, str(error)
         arguments = (recipe_name, "--config", config_name, *given)
-        planned.append(_Planned(point.name, folder / point.name, arguments, config_digest))
+        planned.append(_Planned(point.name, folder / point.name, arguments, config_digest, why))
+    if all(each.why for each in planned):
+        raise UserError(planned[0].why)
     _check_distinct(planned)
     return planned
 
@@ -171,7 +188,8 @@ def _run_all(
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
     launcher.let_ranks_find_lptune()
-    runner = bound.Runner()
+    runner, error = bound.Runner(), folder / ".error"
+    os.environ[ERROR_LINE] = str(error.absolute())
     codes: dict[str, int] = {}
     for number, each in enumerate(planned, 1):
         if runner.stopped.is_set() or _STOPPED in codes.values():
@@ -181,16 +199,24 @@ def _run_all(
             codes[each.name] = record.ended[each.name].exit_code
             click.echo(f"{where}: already finished")
             continue
+        if each.why:
+            click.echo(f"{where}: cannot run here: {each.why}")
+            continue
         click.echo(f"{where}: {each.folder}")
         sys.stdout.flush()
         started_s = time.monotonic()
         code = codes[each.name] = runner.run(["run", *torchrun_flags, *each.arguments])
-        record.add(each.name, Ended(each.config_digest, code, round(time.monotonic() - started_s, 1)))
+        time_s = round(time.monotonic() - started_s, 1)
+        line = error.read_text("utf-8") if error.is_file() else ""
+        error.unlink(missing_ok=True)
+        record.add(each.name, Ended(each.config_digest, code, time_s, line))
         if code not in (0, 3, _STOPPED):
             click.echo(f"{where}: failed with exit code {code}; the sweep goes on", err=True)
-    lock.close()
     runs = [(each.name, each.folder, codes.get(each.name)) for each in planned]
     click.echo(f"\n{table(runs)}")
+    if lines := record.compare(runs, {each.name: each.why for each in planned if each.why}):
+        click.echo("\n" + "\n".join(lines))
+    lock.close()
     _report(context, folder, [each.folder for each in planned if each.name in codes])
     failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
     if runner.stopped.is_set() or _STOPPED in codes.values():
@@ -217,12 +243,13 @@ def _locked(folder: Path) -> Lock:
 def _report(context: click.Context, folder: Path, runs: Sequence[Path]) -> None:
     """The report of the runs that have metrics, by `lptune report`."""
     group = context.find_root().command
-    command = group.commands.get("report") if isinstance(group, click.Group) else None
+    command = group.get_command(context, "report") if isinstance(group, click.Group) else None
     ready = tuple(each for each in runs if (each / "metrics.jsonl").is_file())[:_REPORT_RUNS]
     if command is None or not ready:
         return
     try:
-        context.invoke(command, runs=ready, output=folder / "report.html")
+        reference = runs[0] if runs[0] == ready[0] else None
+        context.invoke(command, runs=ready, reference=reference, output=folder / "report.html")
     except UserError as error:
         click.echo(f"note: no report: {error}", err=True)
 
@@ -237,7 +264,8 @@ def _write_script(path: Path, planned: Sequence[_Planned], nnodes: str | None, n
         raise UserError(f"{path}: exists; choose another name, or remove it first")
     shape = Shape(int(nnodes or 1), nproc or "gpu")
     job = re.sub(r"[^\w.-]", "-", planned[0].folder.parent.name) or "sweep"
-    text = script(str(path), job, os.getcwd(), [each.arguments for each in planned], shape)
+    runs = [each.arguments for each in planned if not each.why]
+    text = script(str(path), job, os.getcwd(), runs, shape)
     with write_errors(f"{path}:", "choose another name"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text, shared=True)

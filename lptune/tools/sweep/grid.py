@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lptune.base.errors import UserError
+from lptune.config import PRECISION_KINDS
 
 MAX_RUNS = 100
 """Above this number of runs, --max-runs must confirm that the grid is meant."""
@@ -40,8 +41,10 @@ class Point:
 class Grid:
     """The points of a sweep.
 
-    overrides: `key=value[,value…]` of the command line. Raises UserError (one line) for a value that is
-    empty, twice there or not closed, for a key that is there twice, and for a grid without a key to vary.
+    overrides: `key=value[,value…]` of the command line; `precision.kind=all` has every kind, none first, and
+    `precision.emulate` is then for those of float8 alone: devices have INT8. Raises UserError (one line) for
+    a value that is empty, twice there or not closed, for a key that is there twice, and for a grid without a
+    key to vary.
     """
 
     def __init__(self, overrides: Sequence[str], max_runs: int = MAX_RUNS) -> None:
@@ -58,6 +61,9 @@ class Grid:
             if key in values:
                 raise UserError(f"sweep: {key}: is given twice; write its values behind one `=`")
             values[key] = split_values(key, text)
+        self.has_all_kinds = values.get("precision.kind") == ["all"]
+        if self.has_all_kinds:
+            values["precision.kind"] = list(PRECISION_KINDS)
         self.varied = {key: found for key, found in values.items() if len(found) > 1}
         if not self.varied:
             raise UserError(
@@ -76,6 +82,8 @@ class Grid:
         points = []
         for chosen in itertools.product(*values.values()):
             pairs = dict(zip(values, chosen, strict=True))
+            if self.has_all_kinds and not PRECISION_KINDS[pairs["precision.kind"]].needs_float8:
+                pairs.pop("precision.emulate", None)
             name = point_name([(names[key], pairs[key]) for key in self.varied])
             points.append(Point(name, tuple(f"{key}={value}" for key, value in pairs.items())))
         return points

@@ -1,5 +1,6 @@
 """sweep.json in the folder of a sweep: its recipe, and which runs have ended, so that they are not started
-again; and the table of its runs, the one with the lowest final held-out loss first.
+again; the table of its runs, the one with the lowest final held-out loss first; and that of its rows, in
+which runs that differ in their seed alone are one (lptune/tools/report/seeds.py).
 
 A run does not know its recipe, so one of another recipe with the same config would seem to be finished. So a
 folder holds the sweeps of one recipe, by the name of its file.
@@ -10,10 +11,12 @@ that was interrupted can go on is decided by `lptune run`, as for any run.
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from lptune.base import text
 from lptune.base.errors import UserError
@@ -31,6 +34,8 @@ class Ended:
     config_digest: str
     exit_code: int
     time_s: float
+    line: str = ""
+    """Of the error that ended it."""
 
 
 class Record:
@@ -66,9 +71,46 @@ class Record:
     def add(self, name: str, ended: Ended) -> None:
         """Adds an end and writes the file."""
         self.ended[name] = ended
-        content = {"recipe": self._recipe, "runs": {each: asdict(how) for each, how in self.ended.items()}}
+        self._write([])
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        runs = {each: asdict(how) for each, how in self.ended.items()}
+        content = {"recipe": self._recipe, "runs": runs, "rows": rows}
         with write_errors(f"{self.path}:", "the same command goes on with the sweep"):
             write_text(self.path, json.dumps(content, indent=1) + "\n")
+
+    def compare(self, runs: Sequence[tuple[str, Path, int | None]], why: Mapping[str, str]) -> list[str]:
+        """The table of rows, in Markdown, which goes to table.md, too, its numbers to sweep.json, and the
+        picture of its differences to differences.svg. Empty, and nothing written, if each row is one run.
+
+        runs: as for `table`; the first one's row is the baseline. why: why a run cannot start, by its name.
+        """
+        from lptune.tools.report import seeds, svg
+        from lptune.tools.report.run import read_run
+
+        ended = []
+        for _, folder, code in runs:
+            with suppress(UserError):  # what cannot be read has no numbers
+                ended += [read_run(folder)] * (code == 0)
+        rows = seeds.compared(ended, next((run for run in ended if run.folder == runs[0][1]), None))
+        if all(row.n < 2 for row in rows) and not why:
+            return []
+        for name, _, code in runs:
+            if code != 0:
+                line = why.get(name, "") if code is None else self.ended[name].line
+                note = f"{_word(code)}{f': {line}' if line else ''}"
+                row = seeds.Row(re.sub("(^|,)seed=[^,]*", "", name).lstrip(","), 0, {}, note=note)
+                rows += [row] if row not in rows else []
+        numbers = [{name: each._asdict() for name, each in row.measured.items()} for row in rows]
+        self._write([row._asdict() | {"measured": of} for row, of in zip(rows, numbers, strict=True)])
+        heads, *cells = ([each.replace("|", "/") for each in line] for line in seeds.cells(rows))
+        lines = text.table(
+            [[*(f"| {cell}" for cell in line), "|"] for line in (heads, ["---"] * len(heads), *cells)]
+        )
+        with write_errors(f"{self.path.parent}:", "the same command goes on with the sweep"):
+            write_text(self.path.with_name("table.md"), "".join(f"{line}\n" for line in lines), shared=True)
+            write_text(self.path.with_name("differences.svg"), svg.differences(rows) + "\n", shared=True)
+        return lines
 
 
 def digest(text: str) -> str:
@@ -76,7 +118,8 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_WORDS = {0: "done", 3: "diverged", 143: "stopped", None: "not run"}
+def _word(code: int | None) -> str:
+    return {0: "done", 3: "diverged", 143: "stopped", None: "not run"}.get(code) or f"failed ({code})"
 
 
 def table(runs: Sequence[tuple[str, Path, int | None]]) -> str:
@@ -102,7 +145,7 @@ def table(runs: Sequence[tuple[str, Path, int | None]]) -> str:
             "-" if loss is None else f"{loss:.4f}",
             f"{rows.last_step}" if rows.num_rows else "-",
             f"{np.median(speeds_N):,.0f}" if len(speeds_N) else "-",
-            _WORDS.get(code) or f"failed ({code})",
+            _word(code),
             name,
         )
         found.append((code != 0, held_out, loss, cells))

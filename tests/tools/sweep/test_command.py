@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lptune.config import PRECISION_KINDS
 from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
 from lptune.tools.sweep.record import table
 from lptune.tools.sweep.slurm import Shape, script
@@ -107,6 +108,27 @@ def wait_for(
         time.sleep(0.02)
 
 
+KINDS_RECIPE = '''"""A toy whose loss is its seed, more or less by its kind, in a step of a second."""
+import json
+from pathlib import Path
+
+from lptune.base.errors import UserError
+from lptune.config import FinetuneConfig, to_yaml
+
+MORE = {"none": 0.0, "int8_rowcol": 0.25, "mxfp8": -0.5}
+
+
+def main(cfg: FinetuneConfig) -> None:
+    if cfg.precision.kind == "int8_tensorwise":
+        raise UserError("model.path: nothing | to convert; take another")
+    folder = Path(cfg.output_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(to_yaml(cfg))
+    row = {"step": 1, "loss": 9.0, "eval_loss": cfg.seed + MORE[cfg.precision.kind], "step_time_s": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+'''
+
+
 # ---- the grid
 
 
@@ -150,6 +172,24 @@ def test_names_are_safe_in_shells_and_file_systems_and_unique(value: str) -> Non
     assert 0 < len(os.fsencode(name)) <= 130
     assert name != point_name([("key", f"{value}."), ("b", "1")])
     assert name == point_name([("key", value), ("b", "1")])
+
+
+def test_all_kinds_are_those_of_the_config_and_only_float8_is_emulated() -> None:
+    points = Grid(["seed=1,2", "precision.kind=all", "precision.emulate=true"]).points
+    kinds = {
+        kind: [point for point in points if f"precision.kind={kind}" in point.overrides]
+        for kind in PRECISION_KINDS
+    }
+    assert [len(found) for found in kinds.values()] == [2] * len(PRECISION_KINDS)
+    assert len(points) == 2 * len(PRECISION_KINDS)
+    emulated = {
+        kind
+        for kind, found in kinds.items()
+        for point in found
+        if "precision.emulate=true" in point.overrides
+    }
+    assert emulated == {kind for kind, keys in PRECISION_KINDS.items() if keys.needs_float8}
+    assert points[0].name == "seed=1,kind=none"  # the baseline
 
 
 # ---- the table
@@ -203,6 +243,56 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
     (tmp_path / "other.py").write_text(RECIPE)
     refused = command("sweep", *toy[:-1], "other.py", "seed=1,6")[2]
     assert "sweeps/toy: holds a sweep of 'toy', not of 'other'; choose another --output-dir" in refused
+
+
+def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_seed(
+    lptune: Lptune, tmp_path: Path
+) -> None:
+    (tmp_path / "toy.py").write_text(KINDS_RECIPE)
+    (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 1\n")
+    kinds = "precision.kind=none,int8_rowcol,int8_tensorwise"
+    done = lptune("sweep", "--config", "toy.yaml", "toy.py", "seed=1,5", kinds)
+    assert done.returncode == 2, done.stderr
+    folder = tmp_path / "sweeps/toy"
+    rows = {each["name"]: each for each in json.loads((folder / "sweep.json").read_text())["rows"]}
+    assert [(name, each["n"]) for name, each in rows.items()] == [
+        ("kind=none", 2), ("kind=int8_rowcol", 2), ("kind=int8_tensorwise", 0),
+    ]  # fmt: skip
+    difference = rows["kind=int8_rowcol"]["measured"]["difference"]
+    assert difference == {"mean": 0.25, "deviation": 0.0, "interval": 0.0, "n": 2}
+    assert rows["kind=none"]["measured"]["loss"]["deviation"] == pytest.approx(8**0.5)
+    # What the run said is the reason; a bar would end the cell.
+    why = "failed (2): model.path: nothing / to convert; take another"
+    table = (folder / "table.md").read_text()
+    assert table in done.stdout
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]] == [
+        ["kind=none (baseline)", "2", "3.0000 ± 2.8284", "", "1.0 s (2)", ""],
+        ["kind=int8_rowcol", "2", "3.2500 ± 2.8284", "+0.25000 ± 0.00000", "", ""],
+        ["kind=int8_tensorwise", "0", "", "", "", why],
+    ]
+    assert (folder / "differences.svg").read_text().startswith("<svg ")
+    assert "By seed" in (folder / "report.html").read_text()
+    assert not (folder / ".error").exists()
+
+
+def test_a_kind_that_cannot_run_here_has_a_reason_and_a_wrong_value_ends_the_sweep(command: Command) -> None:
+    Path("my.yaml").write_text(CONFIG)
+    write_model(Path("tiny"))
+    sweep = ("sweep", "--config", "my.yaml", "--dry-run", "precision.kind=all")
+    code, stdout, stderr = command(*sweep)
+    assert (code, stderr) == (0, "")
+    lines = stdout.splitlines()[1:]
+    left_out = [line for line in lines if line.startswith("# ")]
+    float8 = [kind for kind, keys in PRECISION_KINDS.items() if keys.needs_float8]
+    assert len(lines) == len(PRECISION_KINDS)
+    assert [line.split()[1] for line in left_out] == [f"kind={kind}" for kind in float8]
+    assert all("needs a device with an 8-bit" in line for line in left_out)
+    code, stdout, stderr = command(*sweep, "precision.emulate=true")
+    assert (code, stderr, stdout.count("# ")) == (0, "", 0)
+    code, _, stderr = command(*sweep, "num_steps=0")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith("error: ")
+    assert "num_steps" in stderr
 
 
 def test_a_signal_lets_the_run_save_and_the_same_command_goes_on_but_not_beside_it(
