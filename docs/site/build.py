@@ -25,7 +25,7 @@ MENU = {
     "Start": ("tour", "choose_precision", "data", "models", "platforms", "first-run"),
     "Run": (
         "commands", "advise", "plan", "optimizers", "distributed", "multi_node", "resume", "tracking",
-        "report", "shadow", "sweep", "migrate", "pretraining", "preferences", "distillation",
+        "report", "shadow", "sweep", "compare", "migrate", "pretraining", "preferences", "distillation",
     ),
     "Results": ("export", "generate", "evaluation"),
     "Library": ("library", "linear", "recipes", "extending"),
