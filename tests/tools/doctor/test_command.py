@@ -19,6 +19,7 @@ import torch
 
 from lptune.base.errors import UserError
 from lptune.config import PRECISION_KINDS
+from lptune.hardware import host_memory
 from lptune.kernels import choose_backend
 from lptune.tools.doctor import child, host, with_torch
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line, examined
@@ -294,16 +295,18 @@ def test_full_disks_small_shared_memory_and_quotas_are_told(
     assert "--shm-size" in found["/dev/shm"].todo
     usage.free = 5 * 10**9
     assert {line.name: line.status for line in host.disks()}["current folder"] == NOTE
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    for module in (host, host_memory):
+        monkeypatch.setattr(module, "_CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1000000000\n")
-    assert (host.cpu_quota(), host.memory_limit()) == (0.5, 10**9)
+    assert (host.cpu_quota(), host_memory.cgroup_limit()) == (0.5, 10**9)
+    assert host_memory.available_bytes() == 10**9
     assert "the cgroup allows 1.0 GB" in next(iter(host.memory())).text
     (quota,) = [line for line in host.cpu() if line.name == "cpu quota"]
     assert quota.todo == "set OMP_NUM_THREADS=1"
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (host.cpu_quota(), host.memory_limit()) == (None, None)
+    assert (host.cpu_quota(), host_memory.cgroup_limit()) == (None, None)
 
 
 def test_the_size_of_a_cache_is_that_of_a_number_of_files_and_of_no_link(tmp_path: Path) -> None:
