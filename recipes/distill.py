@@ -27,6 +27,7 @@ def main(cfg: DistillConfig) -> None:
         teacher = distillation.open_teacher(cfg, world)  # a model, or a folder of its log-probabilities
         model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
+        training.check_memory(model, cfg, world, teacher.on_meta())  # before anything is loaded or tokenized
         run.started_on = teacher.started_on or run.started_on
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         teacher.check_tokens(tokenizer, base.config.vocab_size)

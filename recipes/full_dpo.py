@@ -24,6 +24,7 @@ def main(cfg: PreferenceConfig) -> None:
         base = run.read_base()  # only headers; weights are read by run.load
         model = base.build_on_meta(freeze=cfg.freeze)
         plan = linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
+        training.check_memory(model, cfg, world)  # before anything is loaded or tokenized
         tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template, date=run.started_on)
         with distributed.machine_first(world):  # one rank tokenizes; the others read its cache
             rows = data.prepare_preferences(

@@ -30,6 +30,8 @@ VERBOSE = "LPTUNE_VERBOSE"
 """In the environment of a run and its ranks after `lptune run -v`."""
 RECIPE = "LPTUNE_RECIPE"
 """In the environment of a run: the file of its recipe, for run.json."""
+COMMAND = "LPTUNE_COMMAND"
+"""In the environment of a run and its ranks: what followed `lptune run`, without torchrun's flags."""
 
 
 def print_line(text: str) -> None:

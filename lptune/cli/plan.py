@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError
 from lptune.base.text import wrapped
-from lptune.cli import planned_model, recipe
+from lptune.cli import new_config, planned_model, recipe
 from lptune.config import RunConfig
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 @click.option(
     "--teacher-preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in teacher.path."
 )
+@new_config.option
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def plan(
     config_name: str | None,
@@ -44,31 +45,35 @@ def plan(
     device_name: str | None,
     preset: str | None,
     teacher_preset: str | None,
+    write: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Dry run of one training step of CONFIG: precision, memory, collectives and disk on each rank.
 
     Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags.
-    Prints whether the run fits the GPU; if it does not, prints which changes would make it fit. `device=cpu`
-    plans for CPUs, any other device for GPUs.
+    Prints whether the run fits the GPU; if it does not, prints which changes would make it fit. --write
+    writes the config with the first of them that fits on as many ranks. `device=cpu` plans for CPUs, any
+    other device for GPUs.
     """
     if device_name is not None:
         named_device(device_name)
-    cfg, recipe_path, path, _ = planned_model.load("plan", config_name, arguments)
+    new_config.check(write)
+    cfg, recipe_path, path, _ = loaded = planned_model.load("plan", config_name, arguments)
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
     if device_name is not None and cfg.device == "cpu":
         raise UserError(
             f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
         )
-
+    if write is not None and cfg.device == "cpu":
+        raise UserError("--write: looks for what fits a GPU, and device=cpu plans for CPUs; leave it out")
     cfg.check_ranks(world_size)
     model_config, model_name, folder = planned_model.of_config(cfg, path, preset)
     with progress.in_place("loading torch ..."):
         step = recipe.planned_step(recipe_path, cfg)
         from lptune.checkpoint.disk import disk_report
         from lptune.plan.dry_run import dry_run
-        from lptune.plan.fit import fits, remedies, verdict
+        from lptune.plan.fit import fits, heading, remedies, verdict
 
     if step is None:
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
@@ -82,11 +87,28 @@ def plan(
     if device is None:
         return
     _echo(verdict(found, device))
-    if not fits(found.peak_bytes, device):
-        with progress.in_place("planning changes ..."):
-            for line in remedies(cfg, model_config, world_size, device, found, step, frozen):
-                for part in wrapped(line, hang=2):
-                    progress.print_line(part)
+    on = f"{world_size} x {device.name}"
+
+    def save(changes: dict[str, Any], why: str) -> None:
+        if write is not None:
+            why = f"{config_name} for {on}, {why} (`lptune plan`)."
+            _echo(f"{write} is written; its run: {new_config.write(write, loaded, changes, why, world_size)}")
+
+    if fits(found.peak_bytes, device):
+        save({}, f"as it is: {verdict(found, device)}")
+        return
+    with progress.in_place("planning changes ..."):
+        for line in heading(found, device):
+            progress.print_line(line)
+        same = write is not None  # what it writes is for the ranks that there are
+        for each in remedies(cfg, model_config, world_size, device, found, step, frozen, same_ranks=same):
+            for part in wrapped(each.line, hang=2):
+                progress.print_line(part)
+            if same and each.fits:
+                save(each.keys, f"changed to fit:{each.line}")
+                return
+    if same:
+        raise UserError(f"--write: nothing that was planned fits {on}; name more ranks or a larger --device")
 
 
 def _echo(text: str) -> None:

@@ -38,11 +38,13 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def load(
-    command: str, config_name: str | None, arguments: Sequence[str]
-) -> tuple[Any, Path, Path, Sequence[str]]:
-    """The config, the files of its recipe and of the config, and the overrides. It needs no data, since none
-    are read. command: for messages. Raises UserError.
+Loaded = tuple[Any, Path, Path, Sequence[str]]
+"""The config, the files of its recipe and of the config, and the overrides."""
+
+
+def load(command: str, config_name: str | None, arguments: Sequence[str]) -> Loaded:
+    """What the command line names. The config needs no data, since none are read. command: for messages.
+    Raises UserError.
     """
     from lptune.config import key_paths  # slow to import
 

@@ -6,6 +6,7 @@ works, too.
 """
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -68,6 +69,8 @@ def run(
     recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
     config_path = catalog.find_config(config_name)
     names = recipe_path, positional[0], config_name
+    if not rank.is_rank():
+        os.environ[progress.COMMAND] = shlex.join([positional[0], "--config", config_name, *overrides])
     if rank.is_rank():
         if torchrun_flags or restarts or any(counts.values()):
             raise UserError(

@@ -1,4 +1,4 @@
-"""A config file with a few keys changed: what `lptune advise --write` writes.
+"""A config file with a few keys changed: what `lptune plan --write` and `lptune advise --write` write.
 
 The values are those of the file and of the arguments, as they are written there, `${…}` included; keys that
 have their default are left out, as in the configs of this repository.
@@ -15,11 +15,14 @@ from lptune.config import load
 from lptune.config.load import Dumper
 
 
-def changed_yaml(cls: type, path: Path, overrides: Sequence[str], changes: Mapping[str, Any]) -> str:
+def changed_yaml(
+    cls: type, path: Path, overrides: Sequence[str], changes: Mapping[str, Any], assumed: Sequence[str] = ()
+) -> str:
     """The YAML of the config `cls` at `path`, with `key=value` overrides, and then `changes`: dotted key ->
-    value. Raises UserError as `load_config` does.
+    value. assumed: further ones, before `overrides`, that may be missing and are not written. Raises
+    UserError as `load_config` does.
     """
-    load.load_config(cls, path, overrides)  # every error of the input
+    load.load_config(cls, path, [*assumed, *overrides])  # every error of the input
     values = load.read_values(cls, path, overrides)
     for key, value in changes.items():
         *sections, leaf = key.split(".")

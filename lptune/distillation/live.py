@@ -62,6 +62,12 @@ class LiveTeacher:
     def check_rows(self, rows: data.Rows, chat_template: str | None) -> None:
         """Nothing to check: the model can read any rows."""
 
+    def on_meta(self) -> models.Backbone:
+        """The model before it is cut and sharded, for `training.check_memory`."""
+        model = self._base.build_on_meta()
+        _freeze(model, self._cfg, self._world)
+        return model
+
     def load(self) -> None:
         """Builds, shards and fills the model. A collective."""
         self.model = self._base.build_on_meta()
@@ -93,11 +99,15 @@ def build_teacher(teacher: models.Backbone, cfg: DistillConfig, world: World) ->
     With teacher.precision=int8_weight_only, weights of linear layers are stored and gathered in INT8, the
     others in the compute dtype. Raises UserError if the mesh does not divide the model.
     """
-    teacher.to(getattr(torch, cfg.compute_dtype)).requires_grad_(False).train(False)
-    precision = PrecisionConfig(kind=cfg.teacher.precision, verify=cfg.precision.verify)
-    plan = linear.convert(teacher, precision, device=world.device)
+    plan = _freeze(teacher, cfg, world)
     distributed.parallelize(teacher, world, replace(cfg, activation_checkpointing="none"))
     return plan
+
+
+def _freeze(teacher: models.Backbone, cfg: DistillConfig, world: World) -> linear.Plan:
+    teacher.to(getattr(torch, cfg.compute_dtype)).requires_grad_(False).train(False)
+    precision = PrecisionConfig(kind=cfg.teacher.precision, verify=cfg.precision.verify)
+    return linear.convert(teacher, precision, device=world.device)
 
 
 def distillation(hidden_BSH: Tensor, teacher: models.Backbone, cfg: DistillationConfig) -> models.Objective:

@@ -68,6 +68,9 @@ class StoredTeacher:
         targets, k = index.content["num_targets"], self._cfg.logits.top_k
         self._world.print(f"teacher: the top {k} words of {targets:,} targets from {index.folder}")
 
+    def on_meta(self) -> None:
+        """Nothing that `training.check_memory` would count: no model runs."""
+
     def load(self) -> None:
         """Nothing to load: rows are read when they are needed."""
 

@@ -54,6 +54,7 @@ from lptune.distributed.tensor_parallel import (
     VocabParallelEmbedding,
     VocabParallelHead,
     WordParallelHead,
+    cut_dims,
     describe_mesh,
     fused_rows,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "check_compiler",
     "checkpoint_activations",
     "compile_forward",
+    "cut_dims",
     "describe_collective",
     "describe_mesh",
     "first_column",

@@ -26,6 +26,7 @@ projection can be cut.
 """
 
 import functools
+import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -451,6 +452,21 @@ def cut(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             raise UserError(f"parallel.tensor: the plan has no style for {name}; each parameter needs one")
+
+
+_DIMS = {"columns": 0, "rows": 1, "norm over features": 0, "embedding": 0, "head": 0}
+"""Style -> the dimension of the weight that ranks cut, and of the bias if it is 0; others cut nothing."""
+
+
+def cut_dims(model: Backbone) -> dict[str, int]:
+    """Name of a parameter -> the dimension that `cut_backbone` would cut. model: not cut yet."""
+    plan, dims = model.tensor_plan(), dict[str, int]()
+    for pattern, each in plan.cuts.items() if plan is not None else ():
+        glob = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))  # no * stands for several names
+        if (dim := _DIMS.get(each.style)) is not None:
+            names = [name for name, _ in model.named_modules() if glob.fullmatch(name)]
+            dims |= {f"{name}.{leaf}": dim for name in names for leaf in ("weight", "bias")[: 2 - dim]}
+    return dims
 
 
 def describe_mesh(model: nn.Module, world: World) -> str:

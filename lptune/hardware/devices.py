@@ -102,6 +102,8 @@ DEVICES = (
             "NVIDIA L40S data sheet: BF16 362.05, INT8 and FP8 733, dense"),
     _device("6000-ada", "RTX 6000 Ada Generation", (48, 960), (8, 9), (364.25, 728.5, 728.5),
             f"{_ADA}: RTX 6000 Ada BF16 364.25, INT8 and FP8 728.5"),
+    _device("4080", "GeForce RTX 4080", (16, 717), (8, 9), (97.5, 389.9, 194.9),
+            f"{_ADA}: RTX 4080 BF16 97.5, INT8 389.9, FP8 194.9 (389.9 with FP16 accumulate)"),
     _device("4090", "GeForce RTX 4090", (24, 1008), (8, 9), (165.2, 660.6, 330.3),
             f"{_ADA}: RTX 4090 BF16 165.2, INT8 660.6, FP8 330.3 (660.6 with FP16 accumulate)"),
     _device("h100", "H100 80GB HBM3", (80, 3350), (9, 0), (989.5, 1979, 1979), _H100),

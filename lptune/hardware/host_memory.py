@@ -1,4 +1,4 @@
-"""Keeps the memory that a step has freed, for the next step. For training on a CPU.
+"""How much memory the host has; and keeping what a step has freed for the next step, on a CPU.
 
 glibc maps each block of more than 32 MB anew, unmaps it when it is freed, and gives the free end of its heap
 back. So each step gets its gradients and activations as pages that the kernel must fill with zeros first. On
@@ -13,6 +13,10 @@ the memory at its peak grew by 4 % (docs/log.md).
 import ctypes
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+from lptune.base import cores
 
 # malloc.h of glibc
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -35,3 +39,24 @@ def keep_freed_memory() -> bool:
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _NEVER), (_M_TOP_PAD, _GROW_BY))
     done = [library.mallopt(name, value) for name, value in settings]
     return all(done)
+
+
+def cgroup_limit() -> int | None:
+    """Bytes that the cgroup allows; None: no limit."""
+    for file in (cores.CGROUP / "memory.max", cores.CGROUP / "memory" / "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            return int(file.read_text())
+    return None
+
+
+def available_bytes() -> int | None:
+    """Bytes that programs can still get, with swap, and no more than the cgroup allows to all of its
+    processes; None where the kernel does not tell.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        free = 1024 * (found["MemAvailable"] + found.get("SwapFree", 0))
+    except (OSError, KeyError):  # not Linux
+        return None
+    return min(free, cgroup_limit() or free)

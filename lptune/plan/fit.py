@@ -2,20 +2,26 @@
 
 A GPU is taken to hold a plan whose peak leaves a tenth of its memory free: for CUDA's context, NCCL's
 buffers, kernels' workspaces and fragmentation, none of which a plan counts.
+
+A dry run takes a second or two, and there are some twenty changes with their combinations. So most that
+cannot fit are told without one, from what is known: the bytes of weights, gradients and optimizer are counted
+from shapes (training/lasting.py), and activations are no fewer than in a plan that saves at least as much of
+them (`_Search.at_least`). That never leaves out a change that fits.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from lptune import models
+from lptune import linear, models
 from lptune.base.errors import UserError
 from lptune.base.text import size_text
-from lptune.config import OPTIMIZER_KINDS, OptimizerConfig, RunConfig
+from lptune.config import OPTIMIZER_KINDS, PRECISION_KINDS, OptimizerConfig, RunConfig
 from lptune.hardware.devices import Device
 from lptune.plan import memory
 from lptune.plan.dry_run import DryRun, dry_run
+from lptune.training.lasting import lasting
 from lptune.training.planned import PlannedStep
 
 HEADROOM = 0.1
@@ -26,6 +32,7 @@ _MOST_TIMES = 16
 """Largest number of ranks that is tried, as a multiple of the given number."""
 _RANKS, _OFFLOAD = "--world-size", "parallel.cpu_offload"
 _IN_BACKWARD = "optimizer.in_backward"
+_RESHARD, _EVERY = "parallel.reshard_after_forward", "parallel.reduce_every_micro_batch"
 
 MEASURED_COSTS = {
     ("adamw_bf16", "float32"): ("-0.0001 ± 0.0003", 2.8),
@@ -38,6 +45,7 @@ many times as long an update takes on one CPU core, if that was measured (docs/o
 
 Remedy = dict[str, bool | int | str]
 """Changes that save memory: keys of a config (and _RANKS) with values."""
+_NO_MASTER: Remedy = {"optimizer.master": "none"}
 
 
 def fits(peak_bytes: int, device: Device) -> bool:
@@ -56,6 +64,46 @@ def verdict(found: DryRun, device: Device) -> str:
     return f"does not fit {name}: the peak is {peak}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A change, and the plan with it."""
+
+    change: Remedy
+    cfg: RunConfig  # with the change
+    changed_rows: bool  # whether it needs another global_batch_size
+    found: DryRun
+    fits: bool
+
+    @property
+    def keys(self) -> dict[str, bool | int | str]:
+        """The keys of the config that it changes, with their values."""
+        keys = {key: value for key, value in self.change.items() if key != _RANKS}
+        return keys | ({"global_batch_size": self.cfg.global_batch_size} if self.changed_rows else {})
+
+    @property
+    def words(self) -> str:
+        """What a user types, in one line."""
+        parts = ((key, str(value).lower()) for key, value in (self.change | self.keys).items())
+        return " ".join(f"{key} {value}" if key == _RANKS else f"{key}={value}" for key, value in parts)
+
+    @property
+    def line(self) -> str:
+        """What a user types, the peak, and what is known of its cost."""
+        peak, host = size_text(self.found.peak_bytes), self.found.host_bytes
+        host_text = f" and {size_text(host)} of host memory" if host else ""
+        is_other = bool(self.change.keys() & {"optimizer.kind", "optimizer.master"})
+        end = ("fits" if self.fits else "does not fit") + f" ({_cost(self.cfg.optimizer)})" * is_other
+        return f"  {self.words}: a peak of {peak}{host_text} a rank, {end}"
+
+
+def heading(found: DryRun, device: Device) -> list[str]:
+    """The lines before those of `remedies`."""
+    held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
+    too_much = held > (1 - HEADROOM) * device.memory_bytes
+    alone = [f"weights and optimizer state alone take {size_text(held)} on a rank"] if too_much else []
+    return [*alone, "planned instead, one change at a time:"]
+
+
 def remedies(
     cfg: RunConfig,
     model_config: models.Facts,
@@ -64,55 +112,150 @@ def remedies(
     found: DryRun,
     step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
     frozen_config: models.Facts | None = None,
-) -> Iterator[str]:
-    """Tries changes by dry runs; yields a line for each when it is done: its peak, and whether it fits.
+    *,
+    same_ranks: bool = False,
+) -> Iterator[Tried]:
+    """Tries changes by dry runs; yields each when it is done.
 
     It tries one change at a time, the cheapest first, until some fit. If none does of those that need neither
     host memory nor more ranks: these together. If nothing does: with host memory, then also with more ranks.
     Of changes that fit together, those that are not needed are left out again, the most expensive first.
-    Changes that leave more weights and optimizer state on a rank than fit are not tried alone. found: the
-    plan of `cfg` as it is. step, frozen_config: as of `dry_run`.
+    Changes that cannot fit are not tried. found: the plan of `cfg` as it is. step, frozen_config: as of
+    `dry_run`. same_ranks: without more ranks.
     """
-    held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
-    if held > (1 - HEADROOM) * device.memory_bytes:
-        yield f"weights and optimizer state alone take {size_text(held)} on a rank"
-    yield "planned instead, one change at a time:"
-
-    known: dict[frozenset[tuple[str, bool | int | str]], DryRun] = {}
-
-    def plan(change: Remedy) -> DryRun:
-        key = frozenset(change.items())
-        if key not in known:
-            known[key] = _plan(cfg, change, model_config, world_size, device, step, frozen_config)
-        return known[key]
-
+    search = _Search(cfg, model_config, world_size, device, found, step, frozen_config)
     num_fitting = 0
     possible, tried = list[Remedy](), list[Remedy]()
-    for _, group in itertools.groupby(_changes(cfg, world_size), _needs_more):
+    changes = [each for each in _changes(cfg, world_size) if not (same_ranks and _RANKS in each)]
+    for _, group in itertools.groupby(changes, _needs_more):
         for change in group:
-            if _holds_more_than_fits(change, held, world_size, device):
-                possible.append(change)
+            possible.append(change)
+            if search.at_least(change, found, cfg) > search.limit:
                 continue
             try:
-                planned = plan(change)
+                result = search.tried(change)
             except UserError:  # this run cannot use it, for example ranks that do not divide the model
+                possible.remove(change)
                 continue
-            possible.append(change)
             tried.append(change)
-            yield _line(cfg, change, world_size, planned, device)
-            num_fitting += fits(planned.peak_bytes, device)
+            yield result
+            num_fitting += result.fits
             if num_fitting == _ENOUGH:
                 return
         for together in ([each for each in possible if _RANKS not in each], possible):
-            if num_fitting or (remedy := _joined(together)) in tried:
+            if num_fitting or (remedy := search.joined(together)) in tried:
                 continue
             tried.append(remedy)
             with suppress(UserError):  # these changes may exclude each other
-                remedy, planned = _fewest(together, plan, device)
+                remedy = search.fewest(together)
                 if not remedy or remedy in tried[:-1]:
                     continue
-                yield _line(cfg, remedy, world_size, planned, device)
-                num_fitting += fits(planned.peak_bytes, device)
+                yield (result := search.tried(remedy))
+                num_fitting += result.fits
+
+
+@dataclasses.dataclass
+class _Search:
+    """The plans of changes of one config, and what is known without them."""
+
+    cfg: RunConfig
+    model_config: models.Facts
+    world_size: int
+    device: Device
+    found: DryRun
+    step: PlannedStep
+    frozen_config: models.Facts | None
+    known: dict[frozenset[tuple[str, bool | int | str]], Tried] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.limit = (1 - HEADROOM) * self.device.memory_bytes
+        self.model = models.build_on_meta(self.model_config)
+        models.freeze(self.model, self.cfg.freeze)
+        if PRECISION_KINDS[self.cfg.precision.kind].stores_low:
+            linear.convert(self.model, self.cfg.precision)
+
+    def tried(self, change: Remedy) -> Tried:
+        """The plan of `change`. Raises UserError for what the config, the mesh or the model refuses."""
+        key = frozenset(change.items())
+        if key not in self.known:
+            num_ranks = int(change.get(_RANKS, self.world_size))
+            cfg = _changed(self.cfg, change, num_ranks)
+            found = dry_run(
+                cfg,
+                self.model_config,
+                num_ranks,
+                self.device,
+                step=self.step,
+                frozen_config=self.frozen_config,
+            )
+            other_rows = cfg.global_batch_size != self.cfg.global_batch_size
+            self.known[key] = Tried(change, cfg, other_rows, found, fits(found.peak_bytes, self.device))
+        return self.known[key]
+
+    def at_least(self, change: Remedy, below: DryRun, its_cfg: RunConfig) -> float:
+        """Bytes that the peak with `change` is not below; 0 where the config refuses it.
+
+        below: the plan of `its_cfg`, which saves at least as much of the activations. They, and gradients of
+        earlier micro-batches, lie beside weights and optimizer in forward; all gradients do in the update.
+        """
+        num_ranks = int(change.get(_RANKS, self.world_size))
+        try:
+            cfg = _changed(self.cfg, change, num_ranks)
+            cfg.check_ranks(num_ranks)
+        except UserError:
+            return 0  # `tried` finds out
+        alike = cfg.precision.all_gather == its_cfg.precision.all_gather
+        recomputes = cfg.activation_checkpointing == "full" != its_cfg.activation_checkpointing
+        fewer = recomputes or cfg.micro_batch_size < its_cfg.micro_batch_size
+        activations = below.peaks["forward"][memory.ACTIVATIONS] if alike and not fewer else 0
+        if cfg.parallel.cpu_offload:
+            return activations
+        # What the plan found and the difference by count: so a second, frozen model is in it.
+        now, then = (lasting(self.model, *each) for each in ((self.cfg, self.world_size), (cfg, num_ranks)))
+        resting = self.found.resting
+        held = resting[memory.PARAMETERS] + then.weights - now.weights
+        held += resting[memory.OPTIMIZER] + then.optimizer - now.optimizer
+        held += resting[memory.TEACHER] * self.world_size // num_ranks
+        gradients = self.found.peaks["update"][memory.GRADIENTS] + then.gradients - now.gradients
+        rows = cfg.micro_batch_size * (num_ranks // cfg.parallel.tensor)
+        accumulated = gradients if cfg.global_batch_size > rows else 0
+        return held + max(gradients, accumulated + activations)
+
+    def joined(self, changes: Sequence[Remedy]) -> Remedy:
+        """All of them; of one key the last value. Without the update in backward if that would be on the
+        host; and on one rank without FSDP where there is no copy of the weights that it could free.
+        """
+        joined = {key: value for change in changes for key, value in change.items()}
+        if _OFFLOAD in joined:
+            joined.pop(_IN_BACKWARD, None)
+        elif self.world_size == joined.get(_RANKS, 1) == 1 and _NO_MASTER.items() <= joined.items():
+            joined = {key: value for key, value in joined.items() if key not in (_RESHARD, _EVERY)}
+        return joined
+
+    def fewest(self, changes: Sequence[Remedy]) -> Remedy:
+        """The changes together, without those that they fit without and those that do not lower the peak
+        (with optimizer.master=none there is no copy of the weights to free). The last is left out first: of a
+        key with several values the value before it is then left.
+        """
+        kept, best = list(changes), self.tried(self.joined(changes))
+        while True:
+            did_fit = best.fits
+            for change in reversed(kept):
+                fewer = [each for each in kept if each is not change]
+                if self.joined(fewer) == self.joined(kept):  # a value that another one replaces
+                    kept = fewer
+                    continue
+                if not _is_measured(self.joined(fewer)):
+                    fewer = [each for each in fewer if each.keys() != change.keys()]
+                enough = max(self.limit, best.found.peak_bytes)
+                if self.at_least(self.joined(fewer), best.found, best.cfg) > enough:
+                    continue
+                with suppress(UserError):
+                    result = self.tried(self.joined(fewer))
+                    if result.fits or result.found.peak_bytes <= best.found.peak_bytes:
+                        kept, best = fewer, result
+            if did_fit or not best.fits:
+                return self.joined(kept)
 
 
 def _needs_more(change: Remedy) -> bool:
@@ -120,53 +263,10 @@ def _needs_more(change: Remedy) -> bool:
     return bool(change.keys() & {_RANKS, _OFFLOAD})
 
 
-def _joined(changes: Sequence[Remedy]) -> Remedy:
-    """All of them; of one key the last value. Without the update in backward if that would be on the host."""
-    joined = {key: value for change in changes for key, value in change.items()}
-    if _OFFLOAD in joined:
-        joined.pop(_IN_BACKWARD, None)
-    return joined
-
-
 def _is_measured(change: Remedy) -> bool:
     """False for another optimizer.kind and optimizer.master that nobody tried together."""
     both = change.get("optimizer.kind"), change.get("optimizer.master")
     return None in both or both in MEASURED_COSTS
-
-
-def _fewest(
-    changes: Sequence[Remedy], plan: Callable[[Remedy], DryRun], device: Device
-) -> tuple[Remedy, DryRun]:
-    """The changes together, without those that they fit without and those that do not lower the peak (with
-    optimizer.master=none there is no copy of the weights to free), and their plan. The last is left out
-    first: of a key with several values the value before it is then left.
-    """
-    kept, planned = list(changes), plan(_joined(changes))
-    while True:
-        did_fit = fits(planned.peak_bytes, device)
-        for change in reversed(kept):
-            fewer = [each for each in kept if each is not change]
-            if _joined(fewer) == _joined(kept):  # a value that another one replaces
-                kept = fewer
-                continue
-            if not _is_measured(_joined(fewer)):
-                fewer = [each for each in fewer if each.keys() != change.keys()]
-            with suppress(UserError):
-                found = plan(_joined(fewer))
-                if fits(found.peak_bytes, device) or found.peak_bytes <= planned.peak_bytes:
-                    kept, planned = fewer, found
-        if did_fit or not fits(planned.peak_bytes, device):
-            return _joined(kept), planned
-
-
-def _holds_more_than_fits(change: Remedy, held: int, world_size: int, device: Device) -> bool:
-    """Whether the weights and the optimizer state of a rank, `held` before `change`, are too large for the
-    device after it.
-    """
-    if change.keys() & {_OFFLOAD, "parallel.replicate", "optimizer.kind", "optimizer.master"}:
-        return False
-    held_then = held * world_size / int(change.get(_RANKS, world_size))
-    return held_then > (1 - HEADROOM) * device.memory_bytes
 
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
@@ -180,11 +280,11 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     shards = num_data_ranks > parallel.replicate  # one rank has nothing to shard
     every: Remedy = {}
     if num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
-        every = {"parallel.reduce_every_micro_batch": True}
+        every = {_EVERY: True}
     # With FSDP on one rank the gradients of micro-batches add up unreduced beside those of the parameters.
     with_fsdp: Remedy = {} if shards else every
     if not parallel.reshards(world_size):
-        yield {"parallel.reshard_after_forward": True} | with_fsdp
+        yield {_RESHARD: True} | with_fsdp
     if shards and every:
         yield every
     if parallel.replicate > 1:
@@ -198,7 +298,10 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     if cfg.activation_checkpointing != "full":
         yield {"activation_checkpointing": "full"}
     if cfg.optimizer.master != "none":
-        yield {"optimizer.master": "none"}
+        yield _NO_MASTER
+    if num_data_ranks == parallel.tensor == 1 and cfg.precision.gathers_low:
+        # Copies in 8 bits are half of those of float32 weights, but lie beside bfloat16 ones.
+        yield ({} if cfg.optimizer.master == "none" else _NO_MASTER) | {"precision.all_gather": "high"}
     if not cfg.optimizer.in_backward:
         yield {_IN_BACKWARD: True}  # the last that is wanted: it may need another global batch
     times = 2
@@ -209,20 +312,6 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     if not parallel.cpu_offload:
         # Otherwise gradients add up on the GPU, and move to the host after the last micro-batch.
         yield {_OFFLOAD: True} | with_fsdp
-
-
-def _plan(
-    cfg: RunConfig,
-    change: Remedy,
-    model_config: models.Facts,
-    world_size: int,
-    device: Device,
-    step: PlannedStep,
-    frozen_config: models.Facts | None,
-) -> DryRun:
-    num_ranks = int(change.get(_RANKS, world_size))
-    changed = _changed(cfg, change, num_ranks)
-    return dry_run(changed, model_config, num_ranks, device, step=step, frozen_config=frozen_config)
 
 
 def _changed(cfg: RunConfig, change: Remedy, num_ranks: int) -> RunConfig:
@@ -244,21 +333,6 @@ def _changed(cfg: RunConfig, change: Remedy, num_ranks: int) -> RunConfig:
         return changed
     rows = changed.micro_batch_size * (num_ranks // changed.parallel.tensor)
     return dataclasses.replace(changed, global_batch_size=rows)
-
-
-def _line(cfg: RunConfig, change: Remedy, world_size: int, found: DryRun, device: Device) -> str:
-    words = [
-        f"{key} {value}" if key == _RANKS else f"{key}={str(value).lower()}" for key, value in change.items()
-    ]
-    changed = _changed(cfg, change, int(change.get(_RANKS, world_size)))
-    if changed.global_batch_size != cfg.global_batch_size:
-        words.append(f"global_batch_size={changed.global_batch_size}")
-    host = f" and {size_text(found.host_bytes)} of host memory" if found.host_bytes else ""
-    end = "fits" if fits(found.peak_bytes, device) else "does not fit"
-    cost = ""
-    if change.keys() & {"optimizer.kind", "optimizer.master"}:
-        cost = f" ({_cost(changed.optimizer)})"
-    return f"  {' '.join(words)}: a peak of {size_text(found.peak_bytes)}{host} a rank, {end}{cost}"
 
 
 def _cost(optimizer: OptimizerConfig) -> str:

@@ -5,8 +5,9 @@ linear layers are counted on fake tensors (traffic.py). The other parts are the 
 terms say what is read and written. The rates are those of one training step of Llama 3.2 3B on an H100
 (docs/gpu.md), where GEMMs run faster than alone. Another GPU is taken to reach the same share of its peaks
 and of its bandwidth, which is a weaker assumption the less the GPU is like Hopper. There are two numbers
-where lptune's kernel was measured in one form, and derived or assumed in another. The update is AdamW's on
-float32 weights and moments, whatever optimizer.kind and optimizer.master say: no other ran on a GPU.
+where lptune's kernel was measured in one form, and derived or assumed in another. Of updates only AdamW's in
+float32 ran on a GPU; another optimizer.kind or optimizer.master is taken to reach its bandwidth with the
+bytes that its operators move (traffic.update_traffic). With optimizer.in_backward the same bytes are moved.
 
 A prediction says which part to work on. It has no part for a GPU that waits for the host, nor for launches.
 """
@@ -15,8 +16,9 @@ import math
 from typing import Any, NamedTuple
 
 from lptune import models
+from lptune.config import OptimizerConfig
 from lptune.hardware.devices import Device, named_device
-from lptune.plan.traffic import layer_traffic
+from lptune.plan.traffic import layer_traffic, update_traffic
 
 REFERENCE = named_device("h100")
 BANDWIDTH = 2.86e12  # bytes/s: what a copy reached, 85 % of 3.35e12
@@ -73,6 +75,7 @@ def parts(
     *,
     num_micro_batches: int = 1,
     num_ranks: int = 1,
+    optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008  (frozen)
 ) -> list[Part]:
     """The parts of a step on one `device`, with micro-batches of `tokens` tokens in rows of one document of
     `seq_len`. Of several ranks each updates its share of the weights; their exchange has no part here.
@@ -80,6 +83,7 @@ def parts(
     kind: one of `predictable(device)`.
     """
     scale = _scale(kind, device)
+    width = 2 if optimizer.master == "none" else 4  # bytes of a weight that is updated, and of its gradient
     traffic = layer_traffic(kind, config, tokens, seq_len, device)
     entries = [each for each in traffic if not each.repeated]
     bandwidth = BANDWIDTH * scale.bandwidth
@@ -126,12 +130,15 @@ def parts(
         Part("loss", _same(1e3 * 6 * tokens * vocab / bandwidth)),
         # Of each chunk: reads the gradient in bfloat16, reads and writes the sum in float32.
         Part("sum of the head's gradient", _same(1e3 * 10 * head * chunks / bandwidth)),
-        Part("gradients", _same(1e3 * 6 * parameters / bandwidth)),  # bfloat16 read, float32 written
+        # bfloat16 read, float32 written; without masters only those of more micro-batches are added.
+        Part("gradients", _same(1e3 * 6 * parameters * (width == 4 or num_micro_batches > 1) / bandwidth)),
     ]
     of_an_update = [
-        Part("weights", layer_ms(_weight_bytes(kind, entries, weights, head))),
-        Part("norm and clipping", _same(1e3 * 12 * parameters / bandwidth)),
-        Part("AdamW", _same(1e3 * 28 * parameters / (bandwidth * ADAMW))),  # reads g, w, m, v; writes w, m, v
+        Part(
+            "weights", layer_ms(_weight_bytes(kind, entries, weights, head) * (kind != "none" or width == 4))
+        ),
+        Part("norm and clipping", _same(1e3 * 3 * width * parameters / bandwidth)),
+        Part("AdamW", _same(1e3 * update_traffic(optimizer) * parameters / (bandwidth * ADAMW))),
     ]
     return [
         *(Part(name, per_pass(ms)) for name, ms in of_a_pass),

@@ -14,7 +14,7 @@ and benchmarks/traffic.py prints them.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lptune import linear, models
-from lptune.config import ParallelConfig, PrecisionConfig
+from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.hardware.devices import Device
 from lptune.plan.dry_run import as_on, fake_world
+from lptune.training import build_optimizer
 
 GEMM, QUANTIZE, ATTENTION, COPY, ELEMENTWISE = "gemm", "quantize", "attention", "copy", "elementwise"
 
@@ -182,3 +183,19 @@ def layer_traffic(
                 out.backward(torch.empty_like(out))
                 mode.enter_phase("end")
         return mode.entries
+
+
+def update_traffic(cfg: OptimizerConfig) -> float:
+    """Bytes that an update moves on a GPU for each element of a weight matrix."""
+    num_moments = 2 if cfg.kind != "sgd" else int(cfg.momentum > 0)
+    with one_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+        layer = nn.Linear(2048, 2048, False, dtype=torch.bfloat16 if cfg.master == "none" else torch.float32)
+        optimizer = build_optimizer(layer, cfg)
+        mode = TrafficMode()
+        for context in (nullcontext(), mode):  # the first update makes the state
+            layer.weight.grad = torch.empty_like(layer.weight)
+            with context:
+                optimizer.step()
+    # One kernel reads g, w and moments in float32, and writes w and moments. What is not stored so is decoded
+    # before it and encoded after it, by the operators that are listed.
+    return 4.0 * (3 + 2 * num_moments) + sum(each.moved for each in mode.entries) / layer.weight.numel()

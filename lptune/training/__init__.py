@@ -13,7 +13,7 @@ from lptune.training.preference import METRICS, answers_of, mean_metrics, prefer
 from lptune.training.record import StepMeter, UtilizationMeter, losses_by_source
 from lptune.training.samples import greedy
 from lptune.training.schedule import learning_rate, set_learning_rate
-from lptune.training.settings import check_settings
+from lptune.training.settings import check_memory, check_settings
 from lptune.training.state import State
 from lptune.training.trackers import check_logging
 from lptune.training.update import Update, Updated
@@ -36,6 +36,7 @@ __all__ = [
     "answers_of",
     "build_optimizer",
     "check_logging",
+    "check_memory",
     "check_settings",
     "evaluating",
     "greedy",

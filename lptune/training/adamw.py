@@ -40,10 +40,6 @@ class MomentsOfAdamW(ListsMoments):
         """Keys of both moments, as `storages` stores them."""
         return keys(self.storages(parameter))
 
-    def num_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of both moments on this rank, as `storages` stores them."""
-        return sum(each.num_bytes(on_this_rank(parameter)) for each in self.storages(parameter))
-
     def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         """As in ListsMoments, in the dtype and shape of `storages`."""
         if moment not in self.moment_keys(parameter):
@@ -127,10 +123,6 @@ class AveragingAdamW(AdamW):
             state[_COUNT] += is_updated
             decay = torch.clamp((1 + state[_COUNT]) / (10 + state[_COUNT]), max=self._decay)
             on_this_rank(state[_EMA]).lerp_(on_this_rank(parameter.detach()), (1 - decay) * is_updated)
-
-    def num_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of moments and average on this rank."""
-        return super().num_bytes(parameter) + on_this_rank(parameter).nbytes
 
     def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
         """As in ListsMoments, and the averages with their counts. A parameter that a resume has frozen may

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lptune.linear import is_stored_in_place, on_this_rank, plain_rows
+from lptune.linear import is_stored_in_place, plain_rows
 
 
 class ListsMoments:
@@ -97,10 +97,6 @@ class ListsMoments:
     def moment_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The keys of the parameter's moments; several where a moment is stored in several tensors."""
         return self.MOMENTS
-
-    def num_bytes(self, parameter: nn.Parameter) -> int:
-        """Bytes of state of `parameter` on this rank, without the count: of its dtype, unless overridden."""
-        return len(self.moment_keys(parameter)) * on_this_rank(parameter).nbytes
 
     def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
         """Storage to be filled: of the parameter's shape, dtype and sharding."""

@@ -132,9 +132,7 @@ class Steps:
         run, cfg, world, done = self._run, self._run.cfg, self._run.world, self.num_done
         self.state, model = state, state.model
         train = self._rows.train
-        lines = describe_run(
-            model, state.optimizer, self._plan, cfg, world, done, self.num_steps, train.one_document_per_row
-        )
+        lines = describe_run(model, self._plan, cfg, world, done, self.num_steps, train.one_document_per_row)
         run.begin(self._plan, [*self._rows.report, *lines])
         self.meter = StepMeter(cfg, self._plan, model.facts, world, self.loader.steps_per_epoch)
         self.shadow = ShadowCheck(model, state.low, self.loader, cfg, world, run)

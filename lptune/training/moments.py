@@ -253,8 +253,15 @@ STORAGES: dict[str, tuple[Storage, Storage]] = {
 
 def storages(kind: str, parameter: Tensor) -> tuple[Storage, Storage]:
     """How the MOMENTS of `parameter` are stored. Ranks agree on it."""
-    is_large = parameter.dim() == 2 and parameter.numel() >= _FEWEST and 2 * parameter.shape[1] >= BLOCK
-    if not is_large or (kind == "adamw_8bit" and not blocks_are_whole(parameter, BLOCK)):
+    return storages_of(kind, parameter.shape, blocks_are_whole(parameter, BLOCK))
+
+
+def storages_of(kind: str, shape: torch.Size, blocks_are_whole: bool) -> tuple[Storage, Storage]:
+    """How the MOMENTS of a parameter of this shape, that of all ranks together, are stored. blocks_are_whole:
+    whether each block of its rows lies on one rank.
+    """
+    is_large = len(shape) == 2 and shape.numel() >= _FEWEST and 2 * shape[1] >= BLOCK
+    if not is_large or (kind == "adamw_8bit" and not blocks_are_whole):
         return STORAGES["adamw"]
     return STORAGES[kind]
 

@@ -1,16 +1,21 @@
-"""Checks of settings that need no file, and the lines that tell which steps and kernels will run."""
+"""Checks of settings that need no data, and the lines that tell which steps and kernels will run."""
 
+import os
+import shlex
 from pathlib import Path
 
 import torch
 
+from lptune.base import progress
+from lptune.base.errors import UserError
 from lptune.base.files import read_object
-from lptune.config import PRECISION_KINDS, RunConfig
-from lptune.distributed import World, check_compiler, describe_mesh, on_this_rank
+from lptune.config import RunConfig
+from lptune.distributed import World, check_compiler, describe_mesh
+from lptune.hardware.host_memory import available_bytes
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
 from lptune.models import Backbone
-from lptune.training.listed import ListsMoments
+from lptune.training.lasting import lasting
 from lptune.training.trackers import check_logging
 
 _FEW_STEPS = 5
@@ -27,7 +32,6 @@ def check_settings(cfg: RunConfig, world: World) -> None:
 
 def describe_run(
     model: Backbone,
-    optimizer: torch.optim.Optimizer,
     plan: Plan,
     cfg: RunConfig,
     world: World,
@@ -35,8 +39,8 @@ def describe_run(
     num_steps: int,
     one_document_per_row: bool,
 ) -> list[str]:
-    """Lines to print before training: the steps, their tokens, the mesh, the kernels and the memory that
-    lasts; and notes on settings that are rarely meant.
+    """Lines to print before training: the steps, their tokens, the mesh and the kernels; and notes on
+    settings that are rarely meant.
 
     model: parallelized. step: the next one, counted from 0. one_document_per_row: whether each row holds one
     document, which decides the kernel of attention. Raises UserError if the schedule does not fit the steps.
@@ -47,44 +51,49 @@ def describe_run(
         world.device, compute_dtype, one_document_per_row=one_document_per_row, seq_len=cfg.data.seq_len
     )
     backend = plan.backend(world.device.type)
-    memory = lasting_bytes(model, optimizer, cfg)
     emulated = emulated_bfloat16(cfg.compute_dtype, world.device)
     return [
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
         f"{describe_mesh(model, world)}",
         f"attention by {attention}" + (f", 8-bit GEMMs by {backend}" if backend else ""),
-        *([f"memory: {_of_the_device(memory, cfg, world)}"] if memory is not None else []),
         *(f"note: {note}" for note in [*emulated, *_notes(model, cfg, num_steps)]),
     ]
 
 
-def lasting_bytes(model: Backbone, optimizer: torch.optim.Optimizer, cfg: RunConfig) -> int | None:
-    """The bytes that weights, their gradients and the optimizer's state take on this rank, once the first
-    step is done; without gradients if backward frees them. None for weights that are stored in 8 bits, and
-    for an optimizer that does not say what it keeps (ListsMoments). `lptune plan` adds what a step takes for
-    a while.
+def check_memory(model: Backbone, cfg: RunConfig, world: World, frozen: Backbone | None = None) -> None:
+    """Prints the bytes that last on each rank beside those of its device, before data are read or weights
+    loaded. `lptune plan` adds what a step takes for a while.
+
+    model, frozen: as of `lasting`; frozen is a second model, which is not trained. Raises UserError, with a
+    command that finds what fits, where the device or (parallel.cpu_offload, CPU) the host has not so many.
     """
-    if PRECISION_KINDS[cfg.precision.kind].stores_low or not isinstance(optimizer, ListsMoments):
-        return None
-    total = 0
-    for parameter in model.parameters():
-        total += on_this_rank(parameter).nbytes
-        if parameter.requires_grad:
-            total += optimizer.num_bytes(parameter)
-            if not cfg.optimizer.in_backward:
-                total += on_this_rank(parameter).nbytes
-    return total
-
-
-def _of_the_device(num_bytes: int, cfg: RunConfig, world: World) -> str:
-    taken = f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
-    if world.device.type == "cuda":
-        taken += f" of {torch.cuda.get_device_properties(world.device).total_memory / 2**30:.1f} GiB"
-    each = " a rank" if world.size > 1 else ""
+    needed = sum(sum(lasting(each, cfg, world.size)) for each in (model, frozen) if each is not None)
+    gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
+    name, has = "the host", available_bytes()
+    held = needed * int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # the ranks of a machine share it
+    if gpu is not None and not cfg.parallel.cpu_offload:
+        name, has, held = gpu.name, gpu.total_memory, needed
     what, more = "weights, gradients and the optimizer", "activations"
     if cfg.optimizer.in_backward:
         what, more = "weights and the optimizer", "activations and the gradients of a block"
-    return f"{taken}{each} for {what}; {more} on top"
+    of = "" if gpu is None or has is None else f" of {_size(has)}{' of the host' * cfg.parallel.cpu_offload}"
+    each = " a rank" if world.size > 1 else ""
+    world.print(f"memory: {_size(needed)}{of}{each} for {what}; {more} on top")
+    if has is None or held <= has:
+        return
+    remedy = "lower it by optimizer.kind=adamw_8bit, optimizer.master=none or optimizer.in_backward=true"
+    if gpu is not None:
+        run = os.environ.get(progress.COMMAND, "RECIPE --config CONFIG")
+        device = shlex.quote(gpu.name.removeprefix("NVIDIA "))
+        remedy = (
+            f"to find what fits: lptune plan {run} --world-size {world.size} --device {device} --write FILE"
+        )
+    alone = each if held == needed else ""
+    raise UserError(f"memory: {what} take {_size(held)}{alone}, and {name} has {_size(has)}; {remedy}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _notes(model: Backbone, cfg: RunConfig, num_steps: int) -> list[str]:

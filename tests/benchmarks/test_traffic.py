@@ -19,9 +19,10 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 
 from lptune import linear, models
-from lptune.config import PrecisionConfig
+from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear.kinds import rowwise
-from lptune.plan.traffic import one_gpu
+from lptune.plan import from_counts
+from lptune.plan.traffic import one_gpu, update_traffic
 
 T, SEQ_LEN = 256, 64
 LOW = ("int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
@@ -233,3 +234,32 @@ def test_a_copy_that_someone_adds_is_found(
     # Of four inputs: q, k and v read one, gate and up read one, and a copy of the same counts once.
     assert after["forward", "copy"][0] == 4
     assert after["backward", "copy"][0] == before["backward", "copy"][0] + 14
+
+
+def test_an_update_moves_at_least_what_is_stored() -> None:
+    """Weights, gradients and moments of 4 bytes are read and written by one kernel; others around it, too."""
+    assert update_traffic(OptimizerConfig()) == 4 * 7  # reads g, w, m, v; writes w, m, v
+    assert update_traffic(OptimizerConfig(kind="sgd")) == 4 * 3
+    assert update_traffic(OptimizerConfig(kind="sgd", momentum=0.9)) == 4 * 5
+    for kind, num_bytes in (("adamw_bf16", 2), ("adamw_8bit", 1)):
+        decoded_and_encoded = 2 * (num_bytes + 4) + 2 * (4 + num_bytes)
+        with_masters = update_traffic(OptimizerConfig(kind=kind))
+        assert with_masters >= 28 + decoded_and_encoded
+        # The weight and the gradient, too: read in bfloat16 and written in float32, and the weight back.
+        without = update_traffic(OptimizerConfig(kind=kind, master="none"))
+        assert without >= with_masters + 2 * (2 + 4) + (4 + 2)
+
+
+def test_a_prediction_is_of_the_config_s_optimizer() -> None:
+    tiny = models.config_from_dict(models.PRESETS["llama3_1"]["tiny"], "test")
+
+    def ms(**keys: Any) -> dict[str, float]:
+        found = from_counts.parts("none", tiny, 64, 64, optimizer=OptimizerConfig(**keys))
+        return {part.name: part.ms[0] for part in found}
+
+    adamw, low = ms(), ms(kind="adamw_8bit", master="none")
+    assert low["AdamW"] > adamw["AdamW"]
+    assert low["norm and clipping"] == adamw["norm and clipping"] / 2  # gradients of 2 bytes
+    assert (low["weights"], low["gradients"]) == (0, 0)  # bfloat16 weights are their own compute weights
+    same = ("linear layers", "attention", "head", "loss")
+    assert {name: low[name] for name in same} == {name: adamw[name] for name in same}

@@ -2,14 +2,16 @@
 
 import re
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from lptune import models
-from lptune.cli import plan, planned_model
+from lptune.cli import catalog, plan, planned_model, recipe
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
+from lptune.hardware.devices import named_device
 from tests.base.test_progress import terminal
 from tests.cli.conftest import Command
 
@@ -123,3 +125,59 @@ def test_a_plan_fits_a_terminal_and_names_the_precision_of_each_layer(command: C
             assert "output int8 row, grad_input int8 folded, grad_weight int8 column," in out
             assert re.search(r"^  128 x 64 +2 gate_proj, 2 up_proj$", out, re.MULTILINE)
             assert re.search(r"^high precision, (tied to|precision.skip).*:$", out, re.MULTILINE)
+
+
+def _fits_below(num_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 of which a run may take no more."""
+    from lptune.plan import fit
+
+    monkeypatch.setattr(fit, "HEADROOM", 1 - num_bytes / named_device("h100").memory_bytes)
+
+
+def test_a_config_that_fits_is_written_as_it_is_and_never_over_a_file(command: Command) -> None:
+    code, out, err = command("plan", *TINY, "precision.kind=int8_rowcol", "--write", "my.yaml")
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    assert words.endswith(
+        "my.yaml is written; its run: lptune run full_finetune --config my.yaml data.source=rows.jsonl"
+    )
+    text = Path("my.yaml").read_text()
+    assert text.startswith("# llama3_2/1b for 1 x H100 80GB HBM3, as it is: fits ")
+    assert "precision: {kind: int8_rowcol}" in text
+    assert "data: {seq_len: 64}" in text  # and no source, which nobody named
+    code, out, err = command("plan", *TINY, "--write", "my.yaml")
+    assert (code, out) == (2, "")
+    assert "--write: my.yaml: exists; choose another name" in err
+    assert Path("my.yaml").read_text() == text
+
+
+def test_what_is_written_fits(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fits_below(1.2e6, monkeypatch)  # as it is, 1.7 MB
+    keys = ("micro_batch_size=1", "global_batch_size=1", "activation_checkpointing=full")
+    code, out, err = command("plan", *TINY, "data.source=builtin", *keys, "--write", "my.yaml")
+    assert (code, err) == (0, "")
+    assert "does not fit" in out or "may not fit" in out
+    words = " ".join(out.split())
+    assert words.endswith("my.yaml is written; its run: lptune run full_finetune --config my.yaml")
+    comment = " ".join(Path("my.yaml").read_text().replace("#", "").split())
+    (change,) = re.findall(r"changed to fit: (.*?): a peak of [\d.]+ \wB a rank, fits", comment)
+    cfg = recipe.load(catalog.find_recipe("full_finetune"), Path("my.yaml"), ())
+    for key, value in (each.split("=") for each in change.split()):
+        assert str(attrgetter(key)(cfg)).lower() == value, change
+    code, out, err = command("plan", "--config", "my.yaml", "--preset", "llama3_2/tiny")
+    assert re.search("^fits H100", out, re.MULTILINE)
+
+
+def test_with_nothing_that_fits_nothing_is_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fits_below(1e3, monkeypatch)
+    code, _, err = command("plan", *TINY, "micro_batch_size=1", "global_batch_size=1", "--write", "my.yaml")
+    assert code == 2
+    assert err.splitlines()[-1:] == [err.strip()]
+    assert "--write: nothing that was planned fits 1 x H100 80GB HBM3" in err
+    assert not Path("my.yaml").exists()
+
+
+def test_write_plans_for_gpus(command: Command) -> None:
+    code, _, err = command("plan", *TINY, "device=cpu", "--write", "my.yaml")
+    assert (code, Path("my.yaml").exists()) == (2, False)
+    assert "device=cpu plans for CPUs" in err

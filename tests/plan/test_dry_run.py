@@ -27,7 +27,7 @@ from lptune.models import chunks
 from lptune.plan import memory
 from lptune.plan.dry_run import dry_run
 from lptune.training.in_backward import build_update
-from lptune.training.settings import lasting_bytes
+from lptune.training.lasting import lasting
 from tests.helpers.ranks import Ranks
 
 NUM_MICRO_BATCHES = 4
@@ -106,6 +106,7 @@ def _step(
     cfg = _config(world.data_size, precision, parallel, kind)
     model = models.build_on_meta(_model_config(vocab_size))
     plan = linear.convert(model, cfg.precision, device=world.device)
+    said = lasting(model, cfg, world.size)
     distributed.parallelize(model, world, cfg)
     with memory.MemoryLog() as log:
         distributed.materialize(model, world, cfg)
@@ -152,8 +153,7 @@ def _step(
             if isinstance(value, torch.Tensor)
         ),
         "peaks": {name: found.total() for name, found in log.peaks().items()},
-        "said": lasting_bytes(model, optimizer, cfg),
-        "counts": 0 if kind == "sgd" else 4 * len(optimizer.state),  # AdamW's number of updates
+        "said": sum(said),
     }
 
 
@@ -188,11 +188,8 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(ranks: Ranks, num
             for category in (memory.PARAMETERS, memory.OPTIMIZER):
                 assert took[category] == found.resting[category] > 0, (category, precision, parallel)
             assert took[memory.GRADIENTS] == found.peaks["update"][memory.GRADIENTS] > 0
-            if precision["kind"] == "int8_weight_only":
-                assert took["said"] is None
-            else:
-                lasts = sum(took[each] for each in (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER))
-                assert took["said"] == pytest.approx(lasts - took["counts"], rel=0.01), (precision, parallel)
+            lasts = sum(took[each] for each in (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER))
+            assert took["said"] == lasts, (precision, parallel)
             assert found.resting[memory.GRADIENTS] == 0
             # The state of the optimizer, which its first step made, is there in all later ones. What gloo has
             # exchanged, its two threads let go of a moment later than the fake group does.
@@ -248,9 +245,7 @@ def test_it_tells_the_peaks_and_collectives_of_updates_in_backward(ranks: Ranks,
         after = dataclasses.replace(cfg, optimizer=dataclasses.replace(cfg.optimizer, in_backward=False))
         all_of_them = dry_run(after, _model_config(), num_ranks).peaks["update"][memory.GRADIENTS]
         assert found.peaks["backward"][memory.GRADIENTS] < 0.5 * all_of_them
-        if took["said"] is not None:
-            lasts = took[memory.PARAMETERS] + took[memory.OPTIMIZER] - took["counts"]
-            assert took["said"] == pytest.approx(lasts, rel=0.01)
+        assert took["said"] == took[memory.PARAMETERS] + took[memory.OPTIMIZER]
 
 
 def _moment_bytes(kind: str) -> int:

@@ -109,6 +109,7 @@ def predicted_for(
                 device,
                 num_micro_batches=setting.num_micro_batches,
                 num_ranks=setting.num_ranks,
+                optimizer=cfg.optimizer,
             )
         ms, linear_ms = from_counts.total(found), from_counts.linear_ms(found)
         if kind == "none":

@@ -5,8 +5,6 @@ a prediction, and says so.
 """
 
 import dataclasses
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +12,7 @@ import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError
-from lptune.base.files import write_errors, write_text
-from lptune.base.text import wrapped
-from lptune.cli import catalog, planned_model, preflight, recipe
-from lptune.cli.places import PathArgument, check_new_config
+from lptune.cli import new_config, planned_model, preflight, recipe
 from lptune.config import (
     PRECISION_KINDS,
     RunConfig,
@@ -58,7 +53,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Read the model and the data, and measure the loss in each kind before any training.",
 )
-@click.option("--write", type=PathArgument(), metavar="FILE", help="Write the config with the chosen kind.")
+@new_config.option
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def advise(
     config_name: str | None,
@@ -79,7 +74,7 @@ def advise(
     """
     kinds = tuple(dict.fromkeys(kinds))
     named = named_device(device_name) if device_name is not None else None
-    cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments)
+    cfg, recipe_path, path, overrides = loaded = planned_model.load("advise", config_name, arguments)
     assert config_name is not None  # `load` refuses that
     if not isinstance(cfg, RunConfig):
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
@@ -89,16 +84,11 @@ def advise(
         )
     cfg.check_ranks(world_size)
     num_data_ranks = world_size // cfg.parallel.tensor
-    if write is not None:
-        check_new_config(write, "--write: ")
-        if not write.parent.is_dir():
-            raise UserError(f"--write: {write.parent}: no such folder; make it")
-    if write is not None or measures_quality:
-        with_data = recipe.load(recipe_path, path, overrides)  # data.source may be missing
+    new_config.check(write)
     if measures_quality:
         if preset is not None:
             raise UserError("--quality: measures the model in model.path; leave --preset out")
-        cfg = with_data
+        cfg = recipe.load(recipe_path, path, overrides)  # data.source may be missing
         check_sources("data.source", cfg.data.sources)
         preflight.check_models(cfg)
 
@@ -129,11 +119,8 @@ def advise(
         click.echo(line)
     if write is not None:
         how = "timed on" if is_here else "predicted, not measured, for"
-        comment = source_text(advice, setting, how)
-        text = _written(cfg, recipe_path, path, overrides, advice, comment, write)
-        check_new_config(write, "--write: ")  # once more: the answer took minutes
-        with write_errors(f"--write: {write}:", "choose another name"):
-            write_text(write, text, shared=True)
+        why = source_text(advice, setting, how)
+        new_config.write(write, loaded, _changes(cfg, advice), why)
         click.echo(f"written: {write}")
 
 
@@ -165,31 +152,17 @@ def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
         "the head in 8 bits": not cfg.precision.is_none and "lm_head" not in cfg.precision.skip,
     }
     names = [name for name, is_so in left_out.items() if is_so]
-    return [f"not in these figures: {', '.join(names)}"] if names else []
+    lines = [f"not in these figures: {', '.join(names)}"] if names else []
+    if cfg.optimizer.in_backward:
+        lines.append("optimizer.in_backward: in the memory; updates are timed as if after backward")
+    return lines
 
 
-def _written(
-    cfg: RunConfig,
-    recipe_path: Path,
-    path: Path,
-    overrides: Sequence[str],
-    advice: "Advice",
-    comment: str,
-    write: Path,
-) -> str:
-    """The text of the written config."""
-    from lptune.config.changed import changed_yaml
+def _changes(cfg: RunConfig, advice: "Advice") -> dict[str, object]:
+    """The keys of the written config that are not those of `cfg`, with their values."""
     from lptune.tools.advise.measure import precision_of
 
     given = dataclasses.asdict(cfg.precision)
     new = dataclasses.asdict(precision_of(cfg.precision, advice.chosen.kind))
     new["skip"] = (*new["skip"], *advice.chosen.skip)
-    changes = {f"precision.{name}": value for name, value in new.items() if value != given[name]}
-    name = recipe_path.stem if recipe_path == catalog.recipes().get(recipe_path.stem) else str(recipe_path)
-    lines = [
-        *wrapped(comment, 100),
-        "",
-        f"  lptune run {name} --config {shlex.quote(str(write))}",
-    ]
-    heading = "".join(f"# {line}".rstrip() + "\n" for line in lines)
-    return f"{heading}\n{changed_yaml(type(cfg), path, overrides, changes)}"
+    return {f"precision.{name}": value for name, value in new.items() if value != given[name]}

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,8 +32,9 @@ from lptune import distributed, linear, models, training
 from lptune.base import progress
 from lptune.base.errors import UserError
 from lptune.base.text import size_text
-from lptune.config import ParallelConfig, PrecisionConfig, RunConfig
+from lptune.config import OPTIMIZER_KINDS, ParallelConfig, PrecisionConfig, RunConfig
 from lptune.distributed import World
+from lptune.hardware.host_memory import available_bytes
 
 
 class Shape(NamedTuple):
@@ -138,7 +138,6 @@ _WARM_UP = 1
 _LEAST_TOKENS = 64
 _SHARE_OF_GEMMS = 0.5
 """Of the given time. The other half is for compiling."""
-_BYTES_PER_WEIGHT = 20  # float32 master, gradient and two moments; the compute weight with its gradient
 _MANY_GRAPHS = 64
 _PROBED_ROWS = 1024
 
@@ -228,7 +227,7 @@ def measure(
     plan = linear.convert(model, precision_of(cfg.precision, kinds[0]), device=world.device)
     groups = groups_of(model, plan)
     cfg = dataclasses.replace(cfg, parallel=ParallelConfig())
-    _check_memory(model, model_config, world.device)
+    _check_memory(model, model_config, cfg, world.device)
     rows, seq_len = _timed_rows(cfg, model_config, len(kinds), seconds, world.device)
     pairs: dict[tuple[Group, str], Pair] = {}
     with torch._dynamo.config.patch(
@@ -352,6 +351,12 @@ def _block_s(block: nn.Module, inputs: tuple[object, ...], device: torch.device)
     return min(times[_WARM_UP:])
 
 
+def _bytes_per_weight(cfg: RunConfig) -> float:
+    """Weight, gradient and moments; and of a float32 weight the compute weight with its gradient."""
+    moments = 0 if cfg.optimizer.kind == "sgd" else OPTIMIZER_KINDS[cfg.optimizer.kind].num_bits / 4
+    return moments + (4 if cfg.optimizer.master == "none" else 12)
+
+
 def _pairs(
     group: Group,
     kinds: Sequence[str],
@@ -366,7 +371,8 @@ def _pairs(
     As many kinds take turns as the memory holds: they all are there at once.
     """
     free = _free_bytes(world.device)
-    at_once = len(kinds) if free is None else int(0.8 * free / (_BYTES_PER_WEIGHT * group.num_weights)) - 1
+    needed = _bytes_per_weight(cfg) * group.num_weights
+    at_once = len(kinds) if free is None else int(0.8 * free / needed) - 1
     at_once = max(1, min(at_once, len(kinds)))
     found: dict[str, Pair] = {}
     for first in range(0, len(kinds), at_once):
@@ -490,9 +496,9 @@ def _flops(hidden: int, cfg: RunConfig, device: torch.device) -> float:
     return 2 * _PROBED_ROWS * hidden * hidden / min(times)
 
 
-def _check_memory(model: models.Backbone, config: models.Facts, device: torch.device) -> None:
+def _check_memory(model: models.Backbone, config: models.Facts, cfg: RunConfig, device: torch.device) -> None:
     block, head = _weights(config)
-    needed = _BYTES_PER_WEIGHT * (block + (1 if config.tied else 2) * head)
+    needed = _bytes_per_weight(cfg) * (block + (1 if config.tied else 2) * head)
     free = _free_bytes(device)
     if free is not None and needed > free:
         raise UserError(
@@ -504,9 +510,4 @@ def _check_memory(model: models.Backbone, config: models.Facts, device: torch.de
 def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        return None
-    found = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return found["MemAvailable"] * 1024 if "MemAvailable" in found else None
+    return available_bytes()

@@ -20,6 +20,7 @@ from pathlib import Path
 from lptune.base import cores
 from lptune.base.text import printable, size_text
 from lptune.hardware.cpu import cpu_flags, cpuinfo
+from lptune.hardware.host_memory import cgroup_limit
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "9p", "glusterfs", "afs")
@@ -55,19 +56,11 @@ def memory() -> Iterator[Line]:
     words = {line.split(":")[0]: line.split()[1] for line in Path("/proc/meminfo").read_text().splitlines()}
     total, free = int(words["MemTotal"]) * 1024, int(words["MemAvailable"]) * 1024
     text = f"{size_text(total)}, {size_text(free)} available"
-    limit = memory_limit()
+    limit = cgroup_limit()
     if limit is not None and limit < total:
         text += f"; the cgroup allows {size_text(limit)}"
     status, todo = (NOTE, "close other programs") if free < 2e9 else (OK, "")
     yield Line(_DISK, "host memory", status, text, todo)
-
-
-def memory_limit() -> int | None:
-    """Bytes that the cgroup allows; None: no limit."""
-    for file in (cores.CGROUP / "memory.max", cores.CGROUP / "memory" / "memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):
-            return int(file.read_text())
-    return None
 
 
 def limits() -> Iterator[Line]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from lptune.base.text import printable, wrapped
 from lptune.tools.migrate.draft import REASONS, UNKNOWN, Draft, Setting, leaves
+from lptune.tools.migrate.memory import memory_lines
 
 _SECTIONS = (
     *("model", "data", "precision", "parallel", "optimizer", "schedule", "checkpoint", "export", "logging"),
@@ -151,6 +152,8 @@ def _lines(draft: Draft, config: str) -> Iterator[str]:
             "gain on your device.",
             hang=2,
         )
+    for text in memory_lines(draft, config):
+        yield from wrapped(text, hang=2)
     yield f"next: lptune validate {config}"
 
 

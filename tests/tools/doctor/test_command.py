@@ -20,6 +20,7 @@ import torch
 from lptune.base import cores
 from lptune.base.errors import UserError
 from lptune.config import PRECISION_KINDS
+from lptune.hardware import host_memory
 from lptune.kernels import choose_backend
 from lptune.tools.doctor import child, host, with_torch
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line, examined
@@ -298,13 +299,14 @@ def test_full_disks_small_shared_memory_and_quotas_are_told(
     monkeypatch.setattr(cores, "CGROUP", tmp_path)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     (tmp_path / "memory.max").write_text("1000000000\n")
-    assert (cores.cpu_quota(), host.memory_limit()) == (0.5, 10**9)
+    assert (cores.cpu_quota(), host_memory.cgroup_limit()) == (0.5, 10**9)
+    assert host_memory.available_bytes() == 10**9
     assert "the cgroup allows 1.0 GB" in next(iter(host.memory())).text
     (quota,) = [line for line in host.cpu() if line.name == "cpu quota"]
     assert quota.todo == "set OMP_NUM_THREADS=1"
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (cores.cpu_quota(), host.memory_limit()) == (None, None)
+    assert (cores.cpu_quota(), host_memory.cgroup_limit()) == (None, None)
 
 
 def test_the_size_of_a_cache_is_that_of_a_number_of_files_and_of_no_link(tmp_path: Path) -> None:

@@ -528,3 +528,40 @@ def test_no_text_of_a_file_adds_lines_to_the_config_or_controls_the_terminal(tmp
     text = to_text(draft, f"{evil}.yaml")
     assert "\\x1b" in text
     assert text.replace("\n", "").isprintable()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("edits", "there", "here", "without"),
+    [
+        ({}, 8, 16, 12),  # bf16: 2 + 2 + 4; here 4 + 4 + 8
+        ({"dtype": "fp32"}, 16, 16, None),
+        ({"optimizer_in_bwd": True}, 6, 12, 10),
+        ({"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}}, 6, 10, 6),
+        (
+            {"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}, "optimizer_in_bwd": True},
+            4, 6, 4,
+        ),
+    ],
+)  # fmt: skip
+def test_the_report_says_what_the_run_took_and_takes(
+    edits: dict[str, Any], there: int, here: int, without: int | None, tmp_path: Path
+) -> None:
+    draft = migrate(edited(tmp_path, torchtune_8b, lambda values: values.update(edits)))
+    number = 8.03026
+    words = [f"there about {there * number:,.1f} GB", f"here {here * number:,.1f} GB"]
+    if without is not None:
+        words.append(f"with optimizer.master=none {without * number:,.1f} GB")
+    text = " ".join(to_text(draft, "my.yaml").split())
+    assert [word for word in words if word not in text] == []
+    assert ("with optimizer.master=none" in text) == (without is not None)
+    assert "lptune plan --config my.yaml" in text
+
+
+def test_a_model_of_unknown_size_gets_no_figure(tmp_path: Path) -> None:
+    path = edited(
+        tmp_path, torchtune_8b, lambda values: values["checkpointer"].update(checkpoint_dir="/tmp/mine")
+    )
+    assert "over all ranks" not in to_text(migrate(path), "my.yaml")
