@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,6 +19,7 @@ from lptune.data.errors import BadRows
 from lptune.data.formats import Format
 from lptune.data.sources import JsonFloat, Row
 from lptune.data.workers import Skipped, Work, chunks, made, num_workers, read_chunk, write_chunk
+from tests.helpers import cold
 
 Write = Callable[..., str]
 Run = Callable[..., Prepared]
@@ -173,9 +172,8 @@ def test_workers_end_with_a_killed_parent(jsonl: Write, tokenizer: Tokenizer, to
         "parts = workers.made(workers.chunks(rows, bad), work); next(parts)\n"
         "print('on', flush=True); time.sleep(600)\n"
     )
-    command = [sys.executable, "-c", program, jsonl(pairs(200)), str(tokenizer.folder)]
-    env = {**os.environ, workers.NUM_WORKERS: "2"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as parent:
+    arguments = ("-c", program, jsonl(pairs(200)), str(tokenizer.folder))
+    with cold.start(*arguments, variables={workers.NUM_WORKERS: "2"}) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline()
         tasks = Path(f"/proc/{parent.pid}/task").iterdir()
