@@ -63,11 +63,19 @@ class Cell(NamedTuple):
 
     def text(self, *, in_full: bool) -> str:
         """The cell as the tables have it."""
+        if not in_full:
+            return in_a_word(self.fits, self.signs)
         if not self.fits:
-            return f"no: {size_text(self.peak_bytes)}" if in_full else "–"
-        host = f" + {size_text(self.host_bytes)} host" if self.host_bytes and in_full else ""
-        how = self.signs or "as it is"
-        return f"{size_text(self.peak_bytes)}{host}: {how}" if in_full else how
+            return f"no: {size_text(self.peak_bytes)}"
+        host = f" + {size_text(self.host_bytes)} host" if self.host_bytes else ""
+        return f"{size_text(self.peak_bytes)}{host}: {self.signs or 'as it is'}"
+
+
+def in_a_word(fits: bool, signs: str) -> str:
+    """A cell of the short table."""
+    if not fits:
+        return "–"
+    return "host" if LETTERS["parallel.cpu_offload"] in signs.split() else "changed" if signs else "yes"
 
 
 def cell(model: str, gpus: str) -> Cell:
