@@ -21,8 +21,7 @@ def memory_lines(draft: Draft, config: str) -> Iterator[str]:
     the model is not known. config: the new file.
     """
     named = {_plain(ls.hub_id(file)): name for name, file in catalog.configs().items()}
-    named.pop("", None)
-    number = ls.num_weights(named.get(_plain(str(draft.value_of("model.path", ""))), ""))
+    number = ls.num_weights(named.get(_plain(str(draft.value_of("model.path", "?"))), ""))
     if number is None:
         return
     in_bf16 = any(each.ours == "compute_dtype" and each.note for each in draft.settings)
