@@ -530,7 +530,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("advise evaluate --config evaluation", "advise: evaluate does not train"),
     (f"advise {TINY} --write there/my.yaml", "--write: there: no such folder"),
     (f"advise {TINY} --write mine.txt", "ends in .yaml"),
-    ("advise --config llama3_2/1b --preset llama3_2/tiny --write my.yaml", "data: is required; | data.source="),
     ("data --config toy.yaml model.path=nowhere", "model.path: nowhere is not a folder; `lptune download`"),
     ("data --config toy.yaml data.soruce=rows.jsonl", "unknown key 'data.soruce' | did you mean 'data.source'?"),
     ("doctor --config quickstart sed=1", "did you mean 'seed'?"),

@@ -2,7 +2,7 @@
 
 import re
 
-_LINE = re.compile(r"(recipe|model|data|precision|output) +\S.*|[a-z ]+ \.\.\.|[a-z ]+: [\d.]+ s")
+_LINE = re.compile(r"(recipe|model|data|precision|output|memory:) +\S.*|[a-z ]+ \.\.\.|[a-z ]+: [\d.]+ s")
 
 
 def only_told(stdout: str) -> bool:
