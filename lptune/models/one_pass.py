@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 # Backward scales a gradient in this many blocks, of at least MIN_BLOCK elements.
@@ -83,12 +82,7 @@ class _OnePass(torch.autograd.Function):
         kept = [torch.empty_like(each) if each.requires_grad else None for each in tensors]
         sums: list[Tensor | None] = [None] * len(parameters)
         values: list[Tensor] = []
-        starts = range(0, len(tensors[0]), chunk_tokens)
-        # Fake ones have no values: chunks after the second allocate and free as it does. Those of tensor
-        # parallelism exchange something, which a dry run counts.
-        if isinstance(tensors[0], FakeTensor) and not any(isinstance(each, DTensor) for each in parameters):
-            starts = starts[:2]
-        for start in starts:
+        for start in range(0, len(tensors[0]), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             chunk = [each[rows].detach().requires_grad_(each.requires_grad) for each in tensors]
             with torch.enable_grad():
