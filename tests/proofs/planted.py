@@ -470,7 +470,7 @@ FAULTS = [
         "checkpoint/test_save.py faults/test_faults.py",
     ),
     Fault(
-        "checkpoint/manifest.py",
+        "base/step_folders.py",
         '"[0-9]+", path.name[5:]) and path.is_dir()',
         '"[0-9]+", path.name[5:])',
         "checkpoint/test_state.py checkpoint/test_save.py",
@@ -576,7 +576,9 @@ FAULTS = [
         "except (UserError, DivergedError) as error:\n        fail(str(error))",
         "cli/test_run.py",
     ),
-    Fault("cli/main.py", "{' '.join(message.split())}", "{message}", "cli/test_wrong_inputs.py"),
+    Fault(
+        "cli/main.py", 'message = " ".join(message.split())', "message = message", "cli/test_wrong_inputs.py"
+    ),
     Fault(
         "config/recipes.py",
         "if self.checkpoint.keep_best and self.checkpoint.every_steps % self.eval_every_steps:",
