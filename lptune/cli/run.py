@@ -69,8 +69,6 @@ def run(
     recipe_path, overrides = catalog.find_recipe(positional[0]), positional[1:]
     config_path = catalog.find_config(config_name)
     names = recipe_path, positional[0], config_name
-    if not rank.is_rank():
-        os.environ[progress.COMMAND] = shlex.join([positional[0], "--config", config_name, *overrides])
     if rank.is_rank():
         if torchrun_flags or restarts or any(counts.values()):
             raise UserError(
@@ -79,6 +77,8 @@ def run(
             )
         rank.as_rank(lambda: _run_here(recipe.load(recipe_path, config_path, overrides), *names))
         return
+    written = [positional[0], "--config", config_name, *overrides]
+    os.environ[progress.COMMAND] = shlex.join(written)
     cfg = recipe.load(recipe_path, config_path, overrides)
     if isinstance(cfg, RunConfig):
         check_given_files_stay(cfg, (config_path, recipe_path))
@@ -91,9 +91,7 @@ def run(
             preflight.check_models(cfg)
     given = [f"{name}={value}" for name, value in counts.items() if value is not None]
     if restarts:
-        _supervise(
-            cfg, restarts, [*torchrun_flags, *given, positional[0], "--config", config_name, *overrides]
-        )
+        _supervise(cfg, restarts, [*torchrun_flags, *given, *written])
     is_asked = any(value not in (None, "1", "1:1") for value in counts.values())
     if torchrun_flags or is_asked or flags.launches_by_environment():
         # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.

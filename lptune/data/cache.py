@@ -340,6 +340,7 @@ def content_of(source: str, cfg: DataConfig) -> Content | None:
     for row in read_rows(source, BadRows(cfg.on_bad_row), split=cfg.split, max_rows=cfg.max_rows):
         try:
             texts = [each.text for each in row.values.values() if isinstance(each, JsonFloat)]
+            # Without its line, which has the same values.
             data = json.dumps([*row[:3], texts], default=_encoded).encode() + b"\0"
         except (TypeError, ValueError, RecursionError):
             return None

@@ -79,9 +79,9 @@ def known_ranks(
     here: whether the run starts in this environment, with its variables of torchrun.
     """
     smallest, _, largest = (nnodes or "1").partition(":")
-    numbers = [smallest if largest in ("", smallest) else "some", nproc_per_node or "1"]
+    numbers = [smallest, nproc_per_node or "1"]
     is_set = here and any(name.startswith("PET_") for name in os.environ)
-    if is_set or not all(map(str.isdigit, numbers)):
+    if is_set or largest not in ("", smallest) or not all(map(str.isdigit, numbers)):
         return None, None
     return int(numbers[0]), int(numbers[1])
 

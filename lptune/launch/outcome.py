@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +94,8 @@ def outcome_of(error: BaseException | None) -> Outcome:
 def leave_line(line: str) -> None:
     """Leaves the line of the error that ends this command for the sweep that started it, if one did."""
     if path := os.environ.get(ERROR_LINE):
-        Path(path).write_text(line, encoding="utf-8")
+        with suppress(OSError):  # a full disk must not hide the error itself
+            Path(path).write_text(line, encoding="utf-8")
 
 
 _held = False

@@ -12,7 +12,6 @@ Three ends are final: a wrong input (2) and a divergence (3), which would only h
 checkpoint.
 """
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,15 +64,16 @@ def _newest(run: Path | None) -> int:
 
 
 def _told(run: Path | None, step: int) -> str:
-    """What the restart continues, and how much was lost."""
+    """What the restart continues, and how much was lost. step: of the newest checkpoint; -1 without one."""
     if run is None:
         return ""
-    last = -math.inf
+    last = 0
     try:
         for line in lines_of(run / "metrics.jsonl"):
             found = (object_of(line) or {}).get("step")
             last = found if isinstance(found, int) else last
     except (OSError, UserError, LongLineError):
         pass  # the run itself will say so
-    again = f"; {last - max(step, 0):.0f} steps are done again" if last > max(step, 0) else ""
-    return f", from step {step}{again}" if step >= 0 else f", from the beginning: no checkpoint yet{again}"
+    lost = last - max(step, 0)
+    begins = f"from step {step}" if step >= 0 else "from the beginning: no checkpoint yet"
+    return f", {begins}" + (f"; {lost} steps are done again" if lost > 0 else "")

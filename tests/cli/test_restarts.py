@@ -77,6 +77,12 @@ def said(process: cold.Process) -> tuple[int, str, list[str]]:
     return process.returncode, stdout, lines
 
 
+def until_it_waits(process: cold.Process, run: Path) -> None:
+    while not (run / "waits").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
 def test_it_goes_on_from_the_newest_checkpoint_until_the_run_is_done(
     launch: Callable[..., cold.Process],
 ) -> None:
@@ -113,9 +119,7 @@ def test_a_signal_to_either_process_stops_the_run_which_saves_first(
 ) -> None:
     process = launch("killed-waits-done", "--restarts", "3")
     run = tmp_path / "killed-waits-done"
-    while not (run / "waits").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    until_it_waits(process, run)
     os.kill(process.pid if who == "supervisor" else int((run / "pid-1").read_text()), signal.SIGTERM)
     assert said(process)[0] == 143
     assert (run / "left").exists()
@@ -128,9 +132,7 @@ def test_a_run_whose_supervisor_is_killed_saves_and_leaves(
 ) -> None:
     process = launch("waits", "--restarts", "3")
     run = tmp_path / "waits"
-    while not (run / "waits").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    until_it_waits(process, run)
     process.kill()
     process.communicate(timeout=60)  # its streams end with the run
     assert (run / "left").exists()

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lptune.data.detect import detect_format
 from lptune.data.errors import BadRows
 from lptune.data.formats import Format
 from lptune.data.sources import JsonFloat, Row
-from lptune.data.workers import Skipped, Work, chunks, made, num_workers, read_chunk, write_chunk
+from lptune.data.workers import Made, Skipped, Work, chunks, made, num_workers, read_chunk, write_chunk
 from tests.helpers import cold
 
 Write = Callable[..., str]
@@ -134,12 +134,15 @@ def work_of(source: str, tokenizer: Tokenizer, rows: list[Row]) -> Work:
     return Work(cfg, tokenizer, detect_format(cfg, rows, source))
 
 
-def test_a_killed_worker_ends_the_run_and_leaves_none(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def parts(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Generator[Made, None, None]:
+    """The documents of 2,000 rows, by two workers."""
     monkeypatch.setenv(workers.NUM_WORKERS, "2")
     rows = [Row(f"row {i}", values) for i, values in enumerate(pairs(2000))]
-    parts = made(chunks(iter(rows), BadRows("error")), work_of("rows.jsonl", tokenizer, rows))
+    return made(chunks(iter(rows), BadRows("error")), work_of("rows.jsonl", tokenizer, rows))
+
+
+def test_a_killed_worker_ends_the_run_and_leaves_none(parts: Generator[Made, None, None]) -> None:
     assert next(parts).documents.num_documents == 16
     for child in children():
         os.kill(child, signal.SIGKILL)
@@ -149,12 +152,7 @@ def test_a_killed_worker_ends_the_run_and_leaves_none(
         list(parts)
 
 
-def test_no_worker_outlives_what_takes_its_rows(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(workers.NUM_WORKERS, "2")
-    rows = [Row(f"row {i}", values) for i, values in enumerate(pairs(2000))]
-    parts = made(chunks(iter(rows), BadRows("error")), work_of("rows.jsonl", tokenizer, rows))
+def test_no_worker_outlives_what_takes_its_rows(parts: Generator[Made, None, None]) -> None:
     next(parts)
     assert children()
     parts.close()

@@ -189,7 +189,7 @@ def _run_all(
     record = Record(folder, Path(planned[0].arguments[0]).stem)
     launcher.let_ranks_find_lptune()
     runner, error = bound.Runner(), folder / ".error"
-    os.environ[ERROR_LINE] = str(error.absolute())
+    environment = {ERROR_LINE: str(error.absolute())}
     codes: dict[str, int] = {}
     for number, each in enumerate(planned, 1):
         if runner.stopped.is_set() or _STOPPED in codes.values():
@@ -205,7 +205,7 @@ def _run_all(
         click.echo(f"{where}: {each.folder}")
         sys.stdout.flush()
         started_s = time.monotonic()
-        code = codes[each.name] = runner.run(["run", *torchrun_flags, *each.arguments])
+        code = codes[each.name] = runner.run(["run", *torchrun_flags, *each.arguments], environment)
         time_s = round(time.monotonic() - started_s, 1)
         line = error.read_text("utf-8") if error.is_file() else ""
         error.unlink(missing_ok=True)
