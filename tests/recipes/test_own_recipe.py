@@ -121,10 +121,6 @@ def test_it_can_be_planned_and_says_itself_what_its_step_is(
     planned = """
 
 class Judged(training.PlannedStep):
-    def build_frozen(self, frozen, cfg, world):
-        frozen.requires_grad_(False)
-        distributed.parallelize(frozen, world, cfg)
-
     def loss(self, frozen, tokens_BS, documents, cfg):
         with torch.no_grad():
             frozen.hidden_states(tokens_BS, documents)
