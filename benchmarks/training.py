@@ -50,6 +50,7 @@ VARIANTS: dict[str, list[str]] = {
     "adamw_bf16": ["optimizer.kind=adamw_bf16"],
     "master none": ["optimizer.master=none"],
     "master none, adamw_8bit": ["optimizer.master=none", "optimizer.kind=adamw_8bit"],
+    "muon": ["optimizer.kind=muon"],
     "sgd": ["optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.1"],
 }
 

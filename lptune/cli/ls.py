@@ -104,8 +104,8 @@ def bytes_of(config: Path) -> tuple[float, int]:
     except (OSError, ValueError):  # reported where the config is loaded
         text = ""
     named = _KIND.search(text)
-    bits = OPTIMIZER_KINDS.get(named[1] if named else "", OPTIMIZER_KINDS["adamw"]).num_bits
-    kept = 2 * bits / 8 + (2 * 4 / 128 if bits == 8 else 0)  # the scales of blocks
+    kind = OPTIMIZER_KINDS.get(named[1] if named else "", OPTIMIZER_KINDS["adamw"])
+    kept = kind.num_moments * (kind.num_bits / 8 + (4 / 128 if kind.num_bits == 8 else 0))  # scales of blocks
     weight, copy = (2, 0) if _NO_MASTER.search(text) else (4, _COPY_BYTES)
     gradient = 0 if _IN_BACKWARD.search(text) else weight  # freed block by block
     return weight + gradient + kept, copy

@@ -104,7 +104,6 @@ VALUES = {
     "export.dtype": {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"},
     "optimizer.kind": {
         **dict.fromkeys(("adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "ao_adamw_8bit"), "adamw_8bit"),
-        "muon": "",
     },
     "device": {"gpu": "cuda", "cuda:0": "cuda; CUDA_VISIBLE_DEVICES says which"},
     "activation_checkpointing": {"true": "selective or full", "block": "selective or full"},

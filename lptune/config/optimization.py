@@ -18,13 +18,16 @@ class OptimizerKind(NamedTuple):
     """How it stores them, for messages."""
     num_bits: int
     """Of an element of them."""
+    num_moments: int = 2
+    """The most of them that a weight matrix has."""
 
 
 OPTIMIZER_KINDS = {
     "adamw": OptimizerKind("two moments", "in float32", 32),
     "adamw_bf16": OptimizerKind("two moments", "in bfloat16", 16),
     "adamw_8bit": OptimizerKind("two moments", "in 8 bits", 8),
-    "sgd": OptimizerKind("momentum or nothing", "in float32", 32),
+    "muon": OptimizerKind("momentum of matrices, two moments of the rest", "in float32", 32, 1),
+    "sgd": OptimizerKind("momentum or nothing", "in float32", 32, 1),
 }
 """By `optimizer.kind`."""
 
@@ -35,7 +38,8 @@ class OptimizerConfig:
 
     kind: str = "adamw"
     """adamw | adamw_bf16 | adamw_8bit: AdamW whose two moments are stored in float32, or (of matrices of
-    4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; sgd."""
+    4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; muon: moves
+    a matrix as far in each direction as AdamW does in a few (AdamW for embedding, head, norms); sgd."""
     master: str = "float32"
     """float32 | none: what an update changes. none: bfloat16 weights without a float32 copy, rounded
     stochastically, with bfloat16 gradients: 4 bytes a parameter less than 8 (docs/optimizers.md)."""
@@ -72,8 +76,8 @@ class OptimizerConfig:
         for key in others:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
                 raise UserError(f"optimizer.{key}: optimizer.kind={self.kind} does not have it; leave it out")
-        if self.master == "none" and (self.kind == "sgd" or self.ema_decay):
-            other = "kind=sgd" if self.kind == "sgd" else "ema_decay"
+        if self.master == "none" and (self.kind in ("muon", "sgd") or self.ema_decay):
+            other = "ema_decay" if self.ema_decay else f"kind={self.kind}"
             raise UserError(f"optimizer.master: none cannot go with optimizer.{other}; leave out one of them")
         if self.ema_decay and self.kind != "adamw":
             raise UserError(

@@ -399,10 +399,17 @@ class RunConfig:
                 f"optimizer.ema_decay: precision.kind={self.precision.kind} keeps no float32 weights to "
                 "average; use export.average_checkpoints, or another precision.kind"
             )
-        if self.optimizer.kind == "sgd" and PRECISION_KINDS[self.precision.kind].stores_low:
+        rounds = self.optimizer.kind not in ("muon", "sgd")
+        if not rounds and PRECISION_KINDS[self.precision.kind].stores_low:
             raise UserError(
-                f"optimizer.kind: sgd does not round stochastically, precision.kind={self.precision.kind} "
-                "needs it; use adamw or adamw_8bit, or another precision.kind"
+                f"optimizer.kind: {self.optimizer.kind} does not round stochastically, precision.kind="
+                f"{self.precision.kind} needs it; use adamw or adamw_8bit, or another precision.kind"
+            )
+        if self.optimizer.kind == "muon" and (self.parallel.tensor > 1 or self.parallel.cpu_offload):
+            other = "cpu_offload=true" if self.parallel.cpu_offload else f"tensor={self.parallel.tensor}"
+            raise UserError(
+                f"optimizer.kind: muon multiplies whole matrices, and with parallel.{other} no GPU has the "
+                "rows and columns of one; leave that out, or use optimizer.kind=adamw_8bit"
             )
         if self.optimizer.in_backward and self.parallel.cpu_offload:
             raise UserError(

@@ -57,6 +57,7 @@ from lptune.distributed.tensor_parallel import (
     cut_dims,
     describe_mesh,
     fused_rows,
+    planned_fused_rows,
 )
 from lptune.linear import on_this_rank
 
@@ -98,6 +99,7 @@ __all__ = [
     "materialize",
     "mesh_axes",
     "parallelize",
+    "planned_fused_rows",
     "record_collectives",
     "reshard",
     "session",

@@ -29,7 +29,7 @@ import functools
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -460,13 +460,24 @@ _DIMS = {"columns": 0, "rows": 1, "norm over features": 0, "embedding": 0, "head
 
 def cut_dims(model: Backbone) -> dict[str, int]:
     """Name of a parameter -> the dimension that `cut_backbone` would cut. model: not cut yet."""
-    plan, dims = model.tensor_plan(), dict[str, int]()
+    return {
+        f"{name}.{leaf}": dim
+        for name, each in _planned_cuts(model)
+        if (dim := _DIMS.get(each.style)) is not None
+        for leaf in ("weight", "bias")[: 2 - dim]
+    }
+
+
+def planned_fused_rows(model: Backbone) -> dict[str, tuple[int, ...]]:
+    """Name of each fused weight that `cut_backbone` would cut -> rows of the matrices that it stacks."""
+    return {f"{name}.weight": each.fused_rows for name, each in _planned_cuts(model) if each.fused_rows}
+
+
+def _planned_cuts(model: Backbone) -> Iterator[tuple[str, Cut]]:
+    plan = model.tensor_plan()
     for pattern, each in plan.cuts.items() if plan is not None else ():
         glob = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))  # no * stands for several names
-        if (dim := _DIMS.get(each.style)) is not None:
-            names = [name for name, _ in model.named_modules() if glob.fullmatch(name)]
-            dims |= {f"{name}.{leaf}": dim for name in names for leaf in ("weight", "bias")[: 2 - dim]}
-    return dims
+        yield from ((name, each) for name, _ in model.named_modules() if glob.fullmatch(name))
 
 
 def describe_mesh(model: nn.Module, world: World) -> str:

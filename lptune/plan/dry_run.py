@@ -41,8 +41,10 @@ from lptune.hardware.planned import planned_for
 from lptune.kernels import choose_backend
 from lptune.plan import memory
 from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
+from lptune.training import muon
 from lptune.training.in_backward import UpdateInBackward, build_update
 from lptune.training.listed import ListsMoments
+from lptune.training.muon import Muon
 from lptune.training.optimizer import build_optimizer
 from lptune.training.planned import PlannedStep
 
@@ -304,6 +306,8 @@ def _run_steps(
             log.repeat(times, update.norm_of)
         begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
+        if isinstance(optimizer, Muon) and not cfg.optimizer.in_backward:
+            _count_exchanges(log.collectives, optimizer, times)
         total.update(log.collectives)
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
         log.repeat(times, lambda parameter: list(optimizer.state.get(parameter, {}).values()))
@@ -314,6 +318,19 @@ def _run_steps(
         stored = (parameter, *(optimizer.state[parameter][key] for key in kept))
         state_bytes += sum(each.numel() * each.dtype.itemsize for each in stored)
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
+
+
+def _count_exchanges(counted: Collectives, optimizer: Muon, times: Mapping[nn.Parameter, int]) -> None:
+    """Replaces the all-to-alls of the blocks that ran by those of the whole model, which turns of other
+    matrices share.
+    """
+    ran = [each for each in counted if each.operation == "all_to_all"]
+    matrices = [p for p in optimizer.stacked for _ in range(times.get(p, 1))]
+    for each in ran:
+        del counted[each]
+    for num_elements in muon.exchanges(matrices) if ran else ():
+        size = num_elements * getattr(torch, ran[0].dtype).itemsize
+        counted[ran[0]._replace(num_bytes=size)] += 1
 
 
 @dataclasses.dataclass

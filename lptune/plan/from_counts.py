@@ -19,6 +19,7 @@ from lptune import models
 from lptune.config import OptimizerConfig
 from lptune.hardware.devices import Device, named_device
 from lptune.plan.traffic import layer_traffic, update_traffic
+from lptune.training import muon
 
 REFERENCE = named_device("h100")
 BANDWIDTH = 2.86e12  # bytes/s: what a copy reached, 85 % of 3.35e12
@@ -140,6 +141,13 @@ def parts(
         Part("norm and clipping", _same(1e3 * 3 * width * parameters / bandwidth)),
         Part("AdamW", _same(1e3 * update_traffic(optimizer) * parameters / (bandwidth * ADAMW))),
     ]
+    if optimizer.kind == "muon":
+        shapes = (each.sizes[1:] for each in entries if each.phase == "forward" and each.sizes)
+        products = n * sum(muon.flops(*shape) for shape in shapes)
+        of_an_update[-1:] = [
+            Part("Muon", _same(of_an_update[-1].ms[0])),
+            Part("products of Muon", _same(1e3 * products / (BF16 * scale.bf16))),
+        ]
     return [
         *(Part(name, per_pass(ms)) for name, ms in of_a_pass),
         *(Part(name, per_step(ms)) for name, ms in of_an_update),

@@ -187,7 +187,6 @@ def layer_traffic(
 
 def update_traffic(cfg: OptimizerConfig) -> float:
     """Bytes that an update moves on a GPU for each element of a weight matrix."""
-    num_moments = 2 if cfg.kind != "sgd" else int(cfg.momentum > 0)
     with one_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
         layer = nn.Linear(2048, 2048, False, dtype=torch.bfloat16 if cfg.master == "none" else torch.float32)
         optimizer = build_optimizer(layer, cfg)
@@ -196,6 +195,10 @@ def update_traffic(cfg: OptimizerConfig) -> float:
             layer.weight.grad = torch.empty_like(layer.weight)
             with context:
                 optimizer.step()
+    listed = sum(each.moved for each in mode.entries) / layer.weight.numel()
+    if cfg.kind == "muon":
+        return listed
     # One kernel reads g, w and moments in float32, and writes w and moments. What is not stored so is decoded
     # before it and encoded after it, by the operators that are listed.
-    return 4.0 * (3 + 2 * num_moments) + sum(each.moved for each in mode.entries) / layer.weight.numel()
+    num_moments = int(cfg.momentum > 0) if cfg.kind == "sgd" else 2
+    return 4.0 * (3 + 2 * num_moments) + listed

@@ -22,6 +22,7 @@ from lptune.distributed import cut_dims
 from lptune.linear import int8_rows
 from lptune.models import Backbone
 from lptune.training.moments import BLOCK, storages_of
+from lptune.training.muon import matrices
 
 
 class Lasting(NamedTuple):
@@ -42,6 +43,7 @@ def lasting(model: Backbone, cfg: RunConfig, num_ranks: int) -> Lasting:
     num_shards = num_ranks // tensor // cfg.parallel.replicate
     dims = cut_dims(model) if tensor > 1 else {}
     in_float32 = model.float32_names if cfg.compute_dtype != "float32" else frozenset()
+    of_muon = matrices(model) if cfg.optimizer.kind == "muon" else {}
     weights = optimizer = gradients = 0
     for name, parameter in model.named_parameters():
         dim = dims.get(name)
@@ -57,7 +59,7 @@ def lasting(model: Backbone, cfg: RunConfig, num_ranks: int) -> Lasting:
         weights += size + 4 * local[0] if int8_rows(parameter) is not None else stored
         if parameter.requires_grad:
             gradients += 0 if cfg.optimizer.in_backward else stored
-            optimizer += _state_bytes(parameter, torch.Size(local), dim, cfg)
+            optimizer += 4 * size if name in of_muon else _state_bytes(parameter, torch.Size(local), dim, cfg)
     return Lasting(weights, optimizer, gradients)
 
 
@@ -68,6 +70,7 @@ def _state_bytes(parameter: Tensor, local: torch.Size, dim: int | None, cfg: Run
     kind = cfg.optimizer.kind
     if kind == "sgd":
         return 4 * local.numel() if cfg.optimizer.momentum else 0
+    kind = "adamw" if kind == "muon" else kind  # of what is no matrix
     whole = dim != 1 or parameter.shape[1] % (BLOCK * cfg.parallel.tensor) == 0
     part = torch.empty(local, device="meta")
     moments = sum(each.num_bytes(part) for each in storages_of(kind, parameter.shape, whole))

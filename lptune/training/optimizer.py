@@ -18,12 +18,13 @@ from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.chunked_adamw import ChunkedAdamW
+from lptune.training.muon import Muon, matrices
 from lptune.training.sgd import SGD
 
 
 def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
     """The optimizer of `cfg` over all trained parameters; weight decay on matrices only. Raises ValueError
-    where there are none, for averages of weights that are stored in INT8, and for SGD on such weights.
+    where there are none, and for averages, SGD and Muon of weights that are stored in INT8.
 
     seed: of the stochastic rounding of weights that are stored in INT8.
     """
@@ -38,10 +39,15 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
         raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}
     stores_int8 = any(int8_rows(parameter) is not None for parameter in trained)
-    if cfg.kind == "sgd":
+    if cfg.kind in ("muon", "sgd"):
         if stores_int8:
-            raise ValueError("sgd does not round stochastically, as weights that are stored in INT8 need it")
-        return SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+            raise ValueError(
+                f"{cfg.kind} does not round stochastically, as weights that are stored in INT8 need it"
+            )
+        if cfg.kind == "sgd":
+            return SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
+        stacked = matrices(model)
+        return Muon(groups, {p: stacked[name] for p, name in names.items() if name in stacked}, **options)
     if stores_int8 or cfg.kind != "adamw" or cfg.master == "none":
         if cfg.ema_decay:
             raise ValueError("ema_decay: averages need float32 weights and moments; leave it at 0")

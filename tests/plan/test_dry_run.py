@@ -26,6 +26,7 @@ from lptune.distributed import record_collectives
 from lptune.models import chunks
 from lptune.plan import memory
 from lptune.plan.dry_run import dry_run
+from lptune.training import muon
 from lptune.training.in_backward import build_update
 from lptune.training.lasting import lasting
 from tests.helpers.ranks import Ranks
@@ -46,6 +47,7 @@ CASES: dict[int, list[Case]] = {
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}, "adamw"),
         ({"kind": "float8_delayed", "emulate": True}, {}, "adamw_8bit"),
         ({"kind": "int8_rowcol"}, {}, "adamw, no master"),
+        ({"kind": "int8_rowcol"}, {}, "muon"),
     ],
     4: [
         ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}, "sgd"),
@@ -250,13 +252,15 @@ def test_it_tells_the_peaks_and_collectives_of_updates_in_backward(ranks: Ranks,
 
 def _moment_bytes(kind: str) -> int:
     """Of what is kept: for large matrices bfloat16, or codes and a scale for each 128 elements of a row."""
-    total = 0
-    for parameter in models.build_on_meta(_model_config()).parameters():
+    total, model = 0, models.build_on_meta(_model_config())
+    of_blocks = muon.matrices(model)
+    for name, parameter in model.named_parameters():
         is_low = parameter.dim() == 2 and parameter.numel() >= 4096
         scales = 4 * len(parameter) * -(-parameter.shape[-1] // 128)
         low = {"adamw_8bit": parameter.numel() + scales, "adamw_bf16": 2 * parameter.numel()}
         each = low.get(kind, 4 * parameter.numel()) if is_low else 4 * parameter.numel()
-        total += each * (1 if kind == "sgd" else 2)
+        is_one = kind == "sgd" or (kind == "muon" and name in of_blocks)
+        total += each * (1 if is_one else 2)
     return total
 
 

@@ -16,6 +16,7 @@ KINDS = {
     "adamw_8bit": ("optimizer.kind=adamw_8bit",),
     "adamw_bf16": ("optimizer.kind=adamw_bf16", "optimizer.beta2=0.999"),
     "master none": ("optimizer.kind=adamw_8bit", "optimizer.master=none", "compute_dtype=bfloat16"),
+    "muon": ("optimizer.kind=muon",),
     "sgd": ("optimizer.kind=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.03"),
 }
 
@@ -27,7 +28,10 @@ def checkpoint_of(run: Path, step: int) -> Path:
 @pytest.mark.parametrize(
     "kind",
     # Those with states of other dtypes stand for these.
-    [pytest.param(kind, marks=pytest.mark.slow if kind in ("adamw_bf16", "sgd") else []) for kind in KINDS],
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind in ("adamw_bf16", "muon", "sgd") else [])
+        for kind in KINDS
+    ],
 )
 def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(
     kind: str, run_recipe: Run, tmp_path: Path
@@ -134,6 +138,10 @@ def test_a_kind_with_other_state_is_refused_before_anything_changes(run_recipe: 
             "optimizer.beta2: optimizer.kind=sgd does not have it",
         ),
         (["optimizer.kind=sgd", "precision.kind=int8_weight_only"], "sgd does not round stochastically"),
+        (["optimizer.kind=muon", "precision.kind=int8_weight_only"], "muon does not round stochastically"),
+        (["optimizer.kind=muon", "optimizer.master=none"], "none cannot go with optimizer.kind=muon"),
+        (["optimizer.kind=muon", "parallel.tensor=2"], "with parallel.tensor=2 no GPU has the rows and"),
+        (["optimizer.kind=muon", "parallel.cpu_offload=true"], "with parallel.cpu_offload=true no GPU has"),
         (["optimizer.kind=adamw8bit"], "'adamw8bit' is not one of .*; here that is adamw_8bit"),
         (["optimizer.kind=adamw_8bit", "optimizer.ema_decay=0.9"], "belongs to optimizer.kind=adamw, found"),
     ],

@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "no master": ("none", {"kind": "adamw_bf16", "master": "none"}, {"compute_dtype": "bfloat16"}),
     "stored in INT8": ("int8_weight_only", {"kind": "adamw_8bit"}, {}),
     "sgd": ("int8_rowcol", {"kind": "sgd", "momentum": 0.9}, {}),
+    "muon": ("int8_rowcol", {"kind": "muon"}, {}),
 }
 """precision.kind, keys of the optimizer, and others. The second's scales are measured after each step."""
 
@@ -108,7 +109,7 @@ def _beside_an_update_after_backward(
     [
         (1, {}, ["adamw", "no master", "stored in INT8"]),  # the others are on two ranks
         (2, {}, ["adamw_8bit", "no master"]),  # stand for the others there
-        pytest.param(2, {}, ["adamw", "averages", "stored in INT8", "sgd"], marks=pytest.mark.slow),
+        pytest.param(2, {}, ["adamw", "averages", "stored in INT8", "sgd", "muon"], marks=pytest.mark.slow),
         pytest.param(2, {"tensor": 2}, ["adamw", "adamw_8bit"], marks=pytest.mark.slow),
     ],
     ids=["one rank", "fsdp", "fsdp, others", "tensor"],

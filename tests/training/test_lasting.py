@@ -48,6 +48,7 @@ PAIRWISE: list[Case] = [
     ("int8_weight_only", "adamw_8bit", "float32", False, {"cpu_offload": True}, 2, ()),
     ("none", "adamw", "none", True, {}, 3, ()),
     ("int8_rowcol", "adamw", "none", False, {"cpu_offload": True}, 3, ("*norm*",)),
+    ("int8_rowcol", "muon", "float32", False, {}, 3, ()),
 ]
 
 
@@ -86,7 +87,7 @@ def _planned(cfg: FinetuneConfig, num_ranks: int, facts: models.Facts = FACTS) -
 @pytest.mark.parametrize(
     "case",
     [
-        case if i in (1, 5, 6) else pytest.param(case, marks=pytest.mark.slow)
+        case if i in (1, 5, 6, 14) else pytest.param(case, marks=pytest.mark.slow)
         for i, case in enumerate(PAIRWISE)
     ],
     ids=str,

@@ -20,7 +20,16 @@ from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun, clip_grad_norm
 
-KINDS = ("none", "int8_rowcol", "float8_delayed", "int8_weight_only", "adamw_8bit", "adamw_bf16", "sgd")
+KINDS = (
+    "none",
+    "int8_rowcol",
+    "float8_delayed",
+    "int8_weight_only",
+    "adamw_8bit",
+    "adamw_bf16",
+    "muon",
+    "sgd",
+)
 """Of precision, or of an optimizer."""
 BATCH_LOSS = tiny_run.batch_loss
 

@@ -353,8 +353,8 @@ def _block_s(block: nn.Module, inputs: tuple[object, ...], device: torch.device)
 
 def _bytes_per_weight(cfg: RunConfig) -> float:
     """Weight, gradient and moments; and of a float32 weight the compute weight with its gradient."""
-    moments = 0 if cfg.optimizer.kind == "sgd" else OPTIMIZER_KINDS[cfg.optimizer.kind].num_bits / 4
-    return moments + (4 if cfg.optimizer.master == "none" else 12)
+    kind = OPTIMIZER_KINDS[cfg.optimizer.kind]
+    return kind.num_moments * kind.num_bits / 8 + (4 if cfg.optimizer.master == "none" else 12)
 
 
 def _pairs(

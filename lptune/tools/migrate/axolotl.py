@@ -413,6 +413,7 @@ _OPTIMIZERS = {
     ),
     **dict.fromkeys(("ao_adamw_4bit", "adamw_torch_4bit", "ao_adamw_fp8"), ("adamw_8bit", OTHER_BITS)),
     "paged_adamw_32bit": ("adamw", PAGED),
+    "muon": ("muon", ""),
     "paged_adamw_8bit": ("adamw_8bit", PAGED),
 }
 

@@ -40,9 +40,10 @@ def memory_lines(draft: Draft, config: str) -> Iterator[str]:
 def _bytes(draft: Draft, of_weight: int, of_moment: int) -> int:
     """Of each weight, with its gradient and moments; those of 8 bits take 2, those of sgd one at most."""
     kind = str(draft.value_of("optimizer.kind", "adamw"))
-    moments = 2 * (1 if OPTIMIZER_KINDS[kind].num_bits == 8 else of_moment)
-    if kind == "sgd":
-        moments = of_moment if draft.value_of("optimizer.momentum") else 0
+    of_kind = OPTIMIZER_KINDS[kind]
+    moments = of_kind.num_moments * (1 if of_kind.num_bits == 8 else of_moment)
+    if kind == "sgd" and not draft.value_of("optimizer.momentum"):
+        moments = 0
     return of_weight + moments + (0 if draft.value_of("optimizer.in_backward") else of_weight)
 
 
