@@ -171,6 +171,10 @@ class ParallelConfig:
     reduce_every_micro_batch: bool = False
     """Reduce gradients after each micro-batch, not once a step. This exchanges more bytes, but each rank
     then keeps only its share of the accumulated float32 gradients."""
+    reduce_dtype: str = "float32"
+    """float32 | bfloat16 | int8: in what ranks exchange gradients. Sums are float32 in any case; int8: 1.03
+    bytes a value, with a scale for each 128 values, rounded stochastically (docs/distributed.md). One rank
+    exchanges nothing."""
     prefetch_blocks: int = 0
     """How many blocks ahead of the computing block weights are gathered, in forward and backward. 0: FSDP2's
     own order, one block ahead on CUDA. Each block ahead takes memory for its gathered weights."""
@@ -187,6 +191,7 @@ class ParallelConfig:
         at_least("parallel.replicate", self.replicate, 1)
         at_least("parallel.tensor", self.tensor, 1)
         at_least("parallel.prefetch_blocks", self.prefetch_blocks, 0)
+        one_of("parallel.reduce_dtype", self.reduce_dtype, ("float32", "bfloat16", "int8"))
         if self.context != 1:
             raise UserError(
                 f"parallel.context: found {self.context}, only 1 is possible: torch's ring attention cannot "

@@ -12,7 +12,7 @@ The size of a collective is the larger of its input and its output, with this ra
 buffer for an all-gather, the input buffer for a reduce-scatter. In a ring of n ranks each rank receives
 (n - 1) / n of it; in an all-reduce, which is both, twice that.
 
-`verify_collectives` compares those of the first step with the precision plan (lptune/linear/verify.py).
+`verify_collectives` compares those of the first step with the plan (lptune/linear/verify.py).
 """
 
 from collections import Counter
@@ -142,7 +142,7 @@ def verify_collectives(
     ranks, and compares gathers with the plan.
 
     frozen: a second model that runs in the block without being trained, such as a teacher. Raises
-    PrecisionNotAppliedError as `linear.verify_gathers` and `linear.verify_token_gathers` do.
+    PrecisionNotAppliedError as `linear.verify_gathers`, `verify_reductions` and `verify_token_gathers` do.
     """
     models = {"": model} if frozen is None else {"": model, "frozen ": frozen}
     # Otherwise FSDP would not gather again what an evaluation left gathered, and the count would miss it.
@@ -164,6 +164,11 @@ def verify_collectives(
     }
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     linear.verify_gathers(planned, weights, sizes.get(linear.FSDP_AXIS, 1))
+    linear.verify_reductions(
+        model,
+        executed.num_calls(operation="all_to_all", axis=linear.FSDP_AXIS),
+        executed.num_calls(operation="reduce_scatter", axis=linear.FSDP_AXIS),
+    )
     num_tokens = executed.num_calls(operation="all_gather", axis="tensor", dtype="uint8")
     linear.verify_token_gathers(model, num_tokens)
 

@@ -15,9 +15,10 @@ blocks, and a hook inside of a block would break its graph. So the group is that
 the blocks: one all-gather before them, and one reduce-scatter at the end of backward.
 
 Parameters stay float32 (with int8_weight_only: INT8): they are the master weights. FSDP gathers a block in
-the compute dtype or in 8 bits and reduces gradients in float32; compute weights are the same tensors. With
-optimizer.master=none trained parameters become bfloat16 before all else, and with them their gradients: FSDP
-rounds the reduced ones, and on one rank those of micro-batches add up in bfloat16.
+the compute dtype or in 8 bits, and sums gradients in float32, which ranks exchange in parallel.reduce_dtype;
+compute weights are the same tensors. With optimizer.master=none trained parameters become bfloat16 before all
+else, and with them their gradients: FSDP rounds the reduced ones, and on one rank those of micro-batches add
+up in bfloat16.
 """
 
 import functools
@@ -51,6 +52,7 @@ from lptune.linear import (
     LowPrecision,
     gather_in_8_bits,
     note_float32_group,
+    reduce_narrowly,
     use_compute_weights,
 )
 from lptune.models import Backbone, activate_attention
@@ -151,6 +153,9 @@ def parallelize(
     # The root's weights are used last in forward and first in backward: freeing them in between would
     # gather them twice.
     fully_shard(model, **shard, reshard_after_forward=False, ignored_params=in_blocks | in_float32)
+    narrow = getattr(torch, cfg.parallel.reduce_dtype) if cfg.parallel.reduce_dtype != "float32" else None
+    if narrow is not None:
+        reduce_narrowly(model, "", narrow)
     if in_float32:
         assert backbone is not None
         ((inside, holder),) = (
@@ -161,9 +166,11 @@ def parallelize(
         fully_shard(holder, **in_its_dtype, reshard_after_forward=False, ignored_params=others)
         in_float32 = {model.get_parameter(name) for name in names}  # others than before
         note_float32_group(holder, (name.removeprefix(f"{inside}.") for name in names))
-    for block in each:
+    for number, block in enumerate(each):
         reshards = cfg.parallel.reshards(world.size)
         fully_shard(block, **shard, reshard_after_forward=reshards, ignored_params=in_float32)
+        if narrow is not None:
+            reduce_narrowly(block, f"block {number}", narrow)
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
     prefetch(each, cfg.parallel.prefetch_blocks)

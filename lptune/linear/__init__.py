@@ -31,6 +31,7 @@ from lptune.linear.verify import (
     Verified,
     planned_gathers,
     verify_gathers,
+    verify_reductions,
     verify_step,
     verify_token_gathers,
 )
@@ -38,6 +39,7 @@ from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_we
 from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_float32_group, padded_numel
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
+from lptune.linear.weights.reduce_scatter import narrow_reductions, reduce_narrowly
 from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.stored import INT8_SCALE, fill_stored, is_stored_in_place, stored_beside
 
@@ -75,6 +77,7 @@ __all__ = [
     "is_stored_in_place",
     "kinds",
     "local_part",
+    "narrow_reductions",
     "native_kinds",
     "note_float32_group",
     "on_this_rank",
@@ -82,11 +85,13 @@ __all__ = [
     "placed_as",
     "plain_rows",
     "planned_gathers",
+    "reduce_narrowly",
     "row_scales",
     "stored_beside",
     "unconvert",
     "use_compute_weights",
     "verify_gathers",
+    "verify_reductions",
     "verify_step",
     "verify_token_gathers",
     "weights_changed",

@@ -8,12 +8,13 @@
                 loss(batch).backward()
         optimizer.step()
 
-It has four parts. A part that the kind does not use costs nothing.
+It has five parts. A part that the kind does not use costs nothing.
 
     scales      precomputed for all weights: one collective a step, not one a gather   precomputed.py
     histories   of amaxes, from which `float8_delayed` takes its scales                delayed.py
     rounding    the random bits of `precision.stochastic_rounding`                     stochastic.py
-    first step  its GEMMs and gathers are compared with the plan                       verify.py
+    reductions  the random bits of `parallel.reduce_dtype=int8`                        reduce_scatter.py
+    first step  its GEMMs, gathers and reductions are compared with the plan           verify.py
 
 Without LowPrecision, weights are gathered with the same scales, but slower; kinds that need histories or
 random keys raise an error in their kernels. A loop that does not use `step` is still verified, but less
@@ -33,6 +34,7 @@ from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
 from lptune.linear.verify import FirstStep, Verified
+from lptune.linear.weights.reduce_scatter import ReductionKeys
 
 
 class Ranks(Protocol):
@@ -86,6 +88,7 @@ class LowPrecision:
             self._histories = DelayedScaling(plan, world.device, world.max_, world.data_size)
             report = world.print
         self._rounding = StochasticRounding(model, plan, seed)
+        self._reductions = ReductionKeys(model, seed)
         self._first_step = FirstStep(model, plan, enabled=verify, report=report, watch=watch)
         self._step: int | None = None
         self.model = model
@@ -112,6 +115,7 @@ class LowPrecision:
         finally:
             self._step = None
             self._rounding.stop()
+            self._reductions.stop()
 
     def micro_batch(self, number: int) -> None:
         """Call before each forward pass of a step. number: the position of the micro-batch in the global
@@ -121,6 +125,7 @@ class LowPrecision:
         if self._step is None:
             raise RuntimeError("LowPrecision.micro_batch belongs inside `with low.step(step, num_passes):`")
         self._rounding.start(self._step, number)
+        self._reductions.start(self._step, number)
 
     @contextmanager
     def outside_of_steps(self, step: int, number: int) -> Iterator[None]:
@@ -128,10 +133,12 @@ class LowPrecision:
         micro-batch `number`.
         """
         self._rounding.start(step, number)
+        self._reductions.start(step, number)
         try:
             yield
         finally:
             self._rounding.stop()
+            self._reductions.stop()
 
     def switch_to_high(self, names: Collection[str]) -> None:
         """Runs the layers `names` in compute dtype from the next step on, which is verified as the first is.

@@ -52,6 +52,7 @@ from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.groups import fsdp_groups, padded_numel
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
+from lptune.linear.weights.reduce_scatter import narrow_reductions
 
 
 class PrecisionNotAppliedError(RuntimeError):
@@ -450,6 +451,27 @@ def verify_gathers(
         raise PrecisionNotAppliedError(
             "the step did not gather as planned: no all-gather ran of the size of "
             f"{missing[0] or 'the model'}"
+        )
+
+
+def verify_reductions(model: nn.Module, num_exchanges: int, num_float32: int) -> None:
+    """Raises PrecisionNotAppliedError unless all groups that reduce in parallel.reduce_dtype did so equally
+    often, and no other one.
+
+    num_exchanges: the all-to-alls over FSDP's axis. num_float32: the reduce-scatters there. On one rank there
+    are none of either.
+    """
+    names = {name for name, _ in narrow_reductions(model)}
+    if not names or not num_exchanges + num_float32:
+        return
+    groups = [group for group in fsdp_groups(model) if any(p.requires_grad for p in group.parameters)]
+    planned = [group.name for group in groups if group.name in names and not group.in_float32]
+    in_float32 = any(group.in_float32 for group in groups)
+    if num_exchanges == 0 or num_exchanges % len(planned) or (num_float32 and not in_float32):
+        raise PrecisionNotAppliedError(
+            f"the step did not reduce gradients as planned: {num_exchanges} all-to-alls and {num_float32} "
+            f"reduce-scatters ran, where {len(planned)} groups should each exchange equally often, and "
+            f"{'those in float32 reduce' if in_float32 else 'none reduce'}"
         )
 
 

@@ -47,7 +47,7 @@ CASES: dict[int, list[Case]] = {
         ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}, "adamw"),
         ({"kind": "float8_delayed", "emulate": True}, {}, "adamw_8bit"),
         ({"kind": "int8_rowcol"}, {}, "adamw, no master"),
-        ({"kind": "int8_rowcol"}, {}, "muon"),
+        ({"kind": "int8_rowcol"}, {"reduce_dtype": "int8"}, "muon"),
     ],
     4: [
         ({"kind": "int8_rowcol"}, {"replicate": 2, "reduce_every_micro_batch": True}, "sgd"),

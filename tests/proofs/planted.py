@@ -43,6 +43,24 @@ class Fault(NamedTuple):
 FAULTS = [
     # --- numerics
     Fault(
+        "linear/weights/reduce_scatter.py",
+        'random_key(random_key(self._seed, step, comm.name), micro_batch, "reduce")',
+        'random_key(random_key(self._seed, 0, comm.name), micro_batch, "reduce")',
+        "distributed/test_reduce_dtype.py",
+    ),
+    Fault(
+        "linear/weights/reduce_scatter.py",
+        "q_RB, scale_R1 = quantize_weight_rows(padded, key, first * num_codes)",
+        "q_RB, scale_R1 = quantize_weight_rows(padded.to(torch.float16).float(), key, 0)",
+        "distributed/test_reduce_dtype.py",
+    ),
+    Fault(
+        "training/muon.py",
+        "update = update.masked_fill(found_inf.bool(), 0)",
+        "pass",
+        "training/test_update.py",
+    ),
+    Fault(
         "numerics/quantize.py",
         "scale = torch.where(amax == 0, 0.0, scale)",
         "scale = torch.where(amax == 0, 1.0, scale)",
