@@ -5,6 +5,7 @@ the code. Who has only the wheel has no such file, and gets an address on the we
 """
 
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -84,6 +85,15 @@ def terminal_columns() -> int:
     """The width for lines that are drawn in place: that of the terminal, at most 120."""
     # A terminal that does not report its width reports 0, and tqdm then draws nothing; shutil returns 80.
     return min(shutil.get_terminal_size().columns, 120)
+
+
+def shell_word(text: str) -> str:
+    """`text` as one word of a command, in one line: bash's $'…' where it holds a line break or the like."""
+    if text.isprintable():
+        return shlex.quote(text)
+    names = {"\n": "\\n", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
+    codes = (c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+    return "$'" + "".join(names.get(c, code) for c, code in zip(text, codes, strict=True)) + "'"
 
 
 def wrapped(

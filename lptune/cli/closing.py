@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lptune.base import progress
 from lptune.base.errors import DivergedError, UserError
-from lptune.base.text import printable, wrapped
+from lptune.base.text import printable, shell_word
 from lptune.cli import tools
 from lptune.config import RunConfig
 
@@ -94,10 +94,13 @@ def _evaluate(cfg: RunConfig, path: str) -> list[str]:
     keys = {f"data.{each.name}": (getattr(data, each.name), each.default) for each in fields(data)}
     keys["seed"] = cfg.seed, type(cfg).seed
     words = [
-        shlex.quote(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        shell_word(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
         for key, (value, usual) in keys.items()
         if value != usual
     ]
-    rest = wrapped(" ".join(words), 70)
-    first = f"lptune run evaluate --config evaluation model.path={path}"
-    return " \\\n    ".join([first, *rest]).split("\n")
+    command = [f"lptune run evaluate --config evaluation model.path={path}", ""]
+    for word in words:  # a line never ends within one, where it would become a part of the word
+        if command[-1] and len(f"{command[-1]} {word}") > 70:
+            command.append("")
+        command[-1] = f"{command[-1]} {word}".lstrip()
+    return " \\\n    ".join(command).split("\n")

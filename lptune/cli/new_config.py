@@ -28,11 +28,16 @@ def check(file: Path | None) -> None:
 
 
 def write(
-    file: Path, loaded: planned_model.Loaded, changes: Mapping[str, Any], why: str, num_ranks: int = 1
+    file: Path,
+    loaded: planned_model.Loaded,
+    model_name: str,
+    changes: Mapping[str, Any],
+    why: str,
+    num_ranks: int = 1,
 ) -> str:
-    """Writes the config of `loaded`, with `changes` (dotted key -> value), to `file`, under `why` as a
-    comment. Returns the line that runs it. Raises UserError as `check` and `load_config` do; data.source
-    alone may be missing, and is then in that line.
+    """Writes the config of `loaded`, with `changes` (dotted key -> value), to `file`, under `why` and the
+    model's name (planned_model.of_config) as a comment. Returns the line that runs it. Raises UserError as
+    `check` and `load_config` do; data.source alone may be missing, and is then in that line.
     """
     cfg, recipe_path, config, overrides = loaded
     cls = type(cfg)
@@ -48,7 +53,7 @@ def write(
         words.append("data.source=rows.jsonl")
     line = shlex.join(words)
     text = changed_yaml(cls, config, overrides, changes, assumed)
-    heading = [*wrapped(why, 100), "", f"  {line}"]
+    heading = [*wrapped(why, 100), planned_model.note(model_name), "", f"  {line}"]
     check_new_config(file, "--write: ")  # once more: the answer may have taken minutes
     with write_errors(f"--write: {file}:", "choose another name"):
         write_text(file, "".join(f"# {each}".rstrip() + "\n" for each in heading) + f"\n{text}", shared=True)

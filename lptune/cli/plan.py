@@ -92,7 +92,8 @@ def plan(
     def save(changes: dict[str, Any], why: str) -> None:
         if write is not None:
             why = f"{config_name} for {on}, {why} (`lptune plan`)."
-            _echo(f"{write} is written; its run: {new_config.write(write, loaded, changes, why, world_size)}")
+            line = new_config.write(write, loaded, model_name, changes, why, world_size)
+            _echo(f"{write} is written; its run: {line}")
 
     if fits(found.peak_bytes, device):
         save({}, f"as it is: {verdict(found, device)}")

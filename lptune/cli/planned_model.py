@@ -2,6 +2,7 @@
 not be there, from config.json or from a preset.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError, closest
+from lptune.base.files import MEBI, read_text
 from lptune.cli import catalog, recipe
 from lptune.config import RunConfig
 
@@ -68,6 +70,14 @@ def from_preset(name: str, key: str, backend: str = "auto") -> "Facts":
     return models.facts_of_preset(name, backend)
 
 
+_NOTED = re.compile(r"^# the model: the preset (\S+)$", re.MULTILINE)
+
+
+def note(model_name: str) -> str:
+    """A line for the comment of a config, by which `of_config` finds the preset that it was planned for."""
+    return f"the model: {model_name}"
+
+
 def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, str, Path | None]":
     """The model of `cfg`, where it was read from, and its folder if it exists. path: of the config."""
     from lptune import models
@@ -86,7 +96,8 @@ def of_config(cfg: RunConfig, path: Path, preset: str | None) -> "tuple[Facts, s
         return config, f"{folder / 'config.json'}", folder
     # Configs of other recipes than full_finetune have a suffix: llama3_2/1b_distill.
     family, _, size = "/".join(path.with_suffix("").parts[-2:]).partition("/")
-    name = preset or f"{family}/{size.partition('_')[0]}"
+    noted = _NOTED.search(read_text(path, 4 * MEBI))
+    name = preset or (noted[1] if noted else f"{family}/{size.partition('_')[0]}")
     if preset is None and name not in models.preset_names():
         raise UserError(
             f"model.path: {folder} is not there, and there is no preset {name}; name the model with "

@@ -7,7 +7,7 @@ import click
 
 from lptune.base.errors import UserError
 from lptune.cli import catalog, preflight, recipe
-from lptune.config import data_files, entries
+from lptune.config import RunConfig, data_files, entries
 
 
 @click.command()
@@ -29,6 +29,7 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
 
     A command of `lptune run` can be checked as it stands, without torchrun's flags:
     lptune validate RECIPE --config CONFIG key=value …
+    A note says so where it does not fit one rank.
 
     A model that is there already is checked, too: its family, its settings and the headers of its weights.
     """
@@ -50,6 +51,11 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
 
     cls = type(cfg)
     click.echo(f"ok: {path} fits {recipe_name} ({cls.__name__})")
+    if isinstance(cfg, RunConfig):
+        try:
+            cfg.check_ranks(1)
+        except UserError as error:
+            click.echo(f"note: not on one rank: {error}")
     for key in key_paths(cls):
         for name in _missing(key, _value(cfg, key)):
             click.echo(f"note: {key}: {name} does not exist here yet")

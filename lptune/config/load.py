@@ -268,6 +268,8 @@ def _parse_override(cls: type, override: str) -> DictConfig:
     try:
         hint = _hint(cls, key)
         if typing.get_origin(hint) is tuple:
+            if text.strip() in ("null", "~"):
+                raise UserError(f"{where}: {key} is a list; [] is the empty one")
             # Globs such as *.o_proj are not valid YAML.
             names = [name.strip(" '\"") for name in text.removeprefix("[").removesuffix("]").split(",")]
             values = OmegaConf.create()

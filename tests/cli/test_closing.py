@@ -1,7 +1,9 @@
 """The summary at the end of a run, made from its files."""
 
+import dataclasses
 import json
 import shlex
+import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,29 @@ def test_the_command_to_evaluate_measures_the_rows_that_the_run_held_out(
     ]
     again = load_config(EvaluateConfig, find_config("evaluation"), words[5:])
     assert (again.data.source, again.data.eval_fraction, again.seed) == ("my rows.jsonl", 0.05, 3)
+
+
+def test_a_shell_reads_each_value_of_the_command_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "Q: {prompt}\n\tA\\: it's "
+    system = (
+        "You are a patient teacher who answers every question in two plain sentences, without a list: 'ä'"
+    )
+    values = {"data.prompt_template": prompt, "data.system_prompt": system, "data.chat_template": "none"}
+    cfg = _cfg(tmp_path, "data.eval_fraction=0.05")
+    cfg = dataclasses.replace(
+        cfg,
+        data=dataclasses.replace(cfg.data, **{key.partition(".")[2]: each for key, each in values.items()}),
+    )
+    _write(tmp_path, [_step(1)])
+    (tmp_path / "run" / "export").mkdir()
+    _show(cfg)
+    command = capsys.readouterr().out.partition("lptune run evaluate")[2].partition("lptune report")[0]
+    script = "printf '%s\\0' " + command
+    read = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    words = dict(word.split("=", 1) for word in read.split("\0") if "=" in word)
+    assert {key: words[key] for key in values} == values
 
 
 def test_shadow_checks_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,9 @@ def test_a_config_that_fits_is_written_as_it_is_and_never_over_a_file(command: C
     assert text.startswith("# llama3_2/1b for 1 x H100 80GB HBM3, as it is: fits ")
     assert "precision: {kind: int8_rowcol}" in text
     assert "data: {seq_len: 64}" in text  # and no source, which nobody named
+    code, out, err = command("plan", "--config", "my.yaml")  # of the same model, which is not here
+    assert (code, err) == (0, "")
+    assert "plan of my.yaml for the preset llama3_2/tiny" in out
     code, out, err = command("plan", *TINY, "--write", "my.yaml")
     assert (code, out) == (2, "")
     assert "--write: my.yaml: exists; choose another name" in err

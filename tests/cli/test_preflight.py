@@ -130,6 +130,16 @@ def test_every_source_of_a_list_must_be_there(tmp_path: Path, key: str) -> None:
 CONFIG = "model: {path: m}\ndata: {source: builtin}\ndevice: cpu\n"
 
 
+def test_validate_says_what_does_not_go_on_one_rank(command: Command) -> None:
+    keys = ("optimizer.in_backward=true", "global_batch_size=8", "micro_batch_size=2", "data.source=builtin")
+    code, out, err = command("validate", "llama3_2/1b", *keys)
+    assert (code, err) == (0, "")
+    assert "note: not on one rank: optimizer.in_backward: updates a weight before" in out
+    code, out, err = command("validate", "llama3_2/1b", *keys[1:])
+    assert (code, err) == (0, "")
+    assert "one rank" not in out
+
+
 def _keys(**keys: Any) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         content = json.loads((folder / "config.json").read_text())

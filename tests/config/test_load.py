@@ -125,6 +125,8 @@ def test_lists_come_as_yaml_or_separated_by_commas(tmp_path: Path) -> None:
     )
     assert load(tmp_path, BASE, "precision.skip=*_proj").precision.skip == ("*_proj",)
     assert load(tmp_path, BASE, "precision.skip=").precision.skip == ()
+    with pytest.raises(UserError, match=r"precision\.skip is a list; \[\] is the empty one"):
+        load(tmp_path, BASE, "precision.skip=null")
 
 
 STOPS = (

@@ -120,7 +120,7 @@ def advise(
     if write is not None:
         how = "timed on" if is_here else "predicted, not measured, for"
         why = source_text(advice, setting, how)
-        new_config.write(write, loaded, _changes(cfg, advice), why)
+        new_config.write(write, loaded, model_name, _changes(cfg, advice), why)
         click.echo(f"written: {write}")
 
 
