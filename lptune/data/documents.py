@@ -184,7 +184,9 @@ def offsets_of(lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def concatenated(parts: Sequence[Documents]) -> Documents:
-    """The documents of all parts, in order."""
+    """The documents of all parts, in order. parts: as their sources made them, neither selected nor cut, so
+    that documents stand end to end.
+    """
     return Documents(
         tokens_T=np.concatenate([np.zeros(0, dtype=np.int32), *(part.tokens_T for part in parts)]),
         is_target_T=np.concatenate([np.zeros(0, dtype=np.bool_), *(part.is_target_T for part in parts)]),

@@ -267,7 +267,7 @@ class Reader:
 
 def _bounds(num_targets_D: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     stops = np.cumsum(num_targets_D).tolist()
-    return list(zip([0, *stops], stops, strict=False))
+    return list(itertools.pairwise([0, *stops]))
 
 
 def _checksum(found: TopK) -> int:

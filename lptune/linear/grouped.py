@@ -8,7 +8,7 @@ kept as a compute weight; a scale belongs to a row or to the whole. What differs
 
 The rows of x are sorted by group. How many belong to a group is data: `ends` says where each group ends.
 
-Shapes: S rows, E groups, K in_features, N out_features of one group.
+Shapes: S rows, E groups, K in_features, N out_features of one group, R = E * N.
 """
 
 from typing import Any
@@ -27,16 +27,17 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
 
     def forward(self, x: Tensor, ends: Tensor, most: int | None = None) -> Tensor:  # type: ignore[override]
         """(S, K) -> (S, N) in x's dtype. x: compute dtype. ends: int32 (E,), the last is S. most: no group
-        has more rows (the number of tokens, if each token's experts differ); None: a group may have all.
+        has more rows than this (the number of tokens, if each token's experts differ); None: one may have
+        all.
         """
         x, weight_RK = autocast(x), local_part(self.weight)
         return self._multiply(x, weight_RK, self.handle, ends=ends, most=most)
 
     def _multiply(  # type: ignore[override]
-        self, x: Tensor, weight_NK: Tensor, handle: Tensor, *, ends: Tensor, most: int | None
+        self, x: Tensor, weight_RK: Tensor, handle: Tensor, *, ends: Tensor, most: int | None
     ) -> Tensor:
         out_SN: Tensor = _GroupedGemms.apply(  # type: ignore[no-untyped-call]
-            x, weight_NK, ends, handle, self.spec, most
+            x, weight_RK, ends, handle, self.spec, most
         )
         return out_SN
 
