@@ -1,6 +1,6 @@
 """Runs all measurements that need a GPU, in calls of at most nine minutes, or one part at a time.
 
-    python benchmarks/gpu_suite.py --call 1|2|3|4 [--out FOLDER] [--work FOLDER] [--small] …
+    python benchmarks/gpu_suite.py --call 1|2|3|4|5 [--out FOLDER] [--work FOLDER] [--small] …
     python benchmarks/gpu_suite.py --part NAME …
 
     call 1   first      three ops against the reference, GEMMs with clocks, quantizers    first.py
@@ -16,6 +16,8 @@
              block      a decoder block in every kind, then torchao's                     linear.py
              crossover  layer sizes from which a kind is faster than bf16                 crossover.py
              fsdp       one rank with and without FSDP2                                   fsdp.py
+    call 5   llmq       Qwen2.5 7B as LLM.Q ran it: rows of 1,024, to stand beside its    steps.py
+                        19.1k tokens/s in float8 and 13.8k in bf16 on an H100
 
 The most important parts come first. It begins with what is missing on this machine. A part that cannot run
 for that, and a label whose planned peak the card's memory cannot hold, are named and not run (exit code 2
@@ -55,6 +57,7 @@ CALLS = {
     2: ("3b",),
     3: ("kernels", "8b", "quality", "variants"),
     4: ("linear", "1b", "block", "crossover", "fsdp"),
+    5: ("llmq",),
 }
 LIMITS_S = {
     "first": 120,
@@ -70,9 +73,10 @@ LIMITS_S = {
     "block": 80,
     "crossover": 120,
     "fsdp": 120,
+    "llmq": 540,
 }
 """Each is also cut at what the call has left."""
-STEPS = ("first_3b", "3b", "8b", "variants", "1b")
+STEPS = ("first_3b", "3b", "8b", "variants", "1b", "llmq")
 """Parts that steps.py runs, whose labels need memory that is planned."""
 SMALL_STEPS = ["--preset", "llama3_2/tiny", "--override", "data.seq_len=64", "--override", "compile=none"]
 KINDS = ("int8_rowcol", "float8_rowwise", "float8_tensorwise")
