@@ -146,20 +146,22 @@ def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> 
     assert "2 of 3" in err
 
 
+@pytest.mark.parametrize("turn", ["step-00000001", "step-00000000"])
 def test_verify_beside_a_live_run_calls_no_checkpoint_bad_that_the_run_removes(
-    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, turn: str
 ) -> None:
-    real = manifest.verify
+    real, checkpoints = manifest.verify, run / "checkpoints"
+    (checkpoints / "step-00000000").mkdir()
 
     def verify(folder: Path) -> manifest.Manifest:
-        if folder.name == "step-00000001":
-            remove_folder(folder)
-        return real(folder)
+        if folder.name == turn:  # in its own turn, or in that of the one before
+            remove_folder(checkpoints / "step-00000001")
+        return real(checkpoints / "step-00000002" if folder.name == "step-00000000" else folder)
 
     monkeypatch.setattr(manifest, "verify", verify)
     code, out, err = command("verify", str(run))
     assert (code, err) == (0, "")
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["gone", "ok", "ok"]
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "gone", "ok", "ok"]
     assert f"{run}/checkpoints/step-00000001: the run removed or replaced it meanwhile" in out
 
 
