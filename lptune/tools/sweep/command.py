@@ -192,6 +192,13 @@ def _run_all(
 
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
+    if others := record.compared - {each.name for each in planned}:
+        click.echo(
+            f"note: {folder}: this sweep replaces the table and report.html of another, which has "
+            f"{len(others)} run(s) that are not in this one; another --output-dir keeps both, `lptune report "
+            f"{shlex.quote(str(folder))}` shows all runs",
+            err=True,
+        )
     launcher.let_ranks_find_lptune()
     runner, error = bound.Runner(), folder / ".error"
     environment = {ERROR_LINE: str(error.absolute())}

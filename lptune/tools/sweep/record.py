@@ -7,6 +7,9 @@ folder holds the sweeps of one recipe, by the name of its file.
 
 A run counts as ended only as long as its config is the same: the record has a digest of it. Whether a run
 that was interrupted can go on is decided by `lptune run`, as for any run.
+
+Several sweeps of one recipe may share a folder, and with it runs. The table is that of the last sweep that
+had one or had results: what an earlier sweep left is replaced or removed, but stays until then.
 """
 
 import hashlib
@@ -15,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lptune.base import text
 from lptune.base.errors import UserError
@@ -70,11 +73,16 @@ class Record:
     def __init__(self, folder: Path, recipe: str) -> None:
         self.path, self._recipe = folder / FILE, recipe
         self.ended: dict[str, Ended] = {}
+        self._rows: list[object] = []
+        self.compared = set[str]()
+        """The names of the runs of the table that is there."""
         if not kind_of(self.path):
             return
         content = read_object(self.path, todo="move it away")
         try:
             self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
+            self._rows = [*content.get("rows", ())]
+            self.compared = {name for row in content.get("rows", ()) for name in row.get("runs", ())}
         except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
         if (held := content.get("recipe", recipe)) != recipe:
@@ -95,17 +103,18 @@ class Record:
     def add(self, name: str, ended: Ended) -> None:
         """Adds an end and writes the file."""
         self.ended[name] = ended
-        self._write([])
+        self._write()
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self) -> None:
         runs = {each: asdict(how) for each, how in self.ended.items()}
-        content = {"recipe": self._recipe, "runs": runs, "rows": rows}
+        content = {"recipe": self._recipe, "runs": runs, "rows": self._rows}
         with write_errors(f"{self.path}:", "the same command goes on with the sweep"):
             write_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def compare(self, runs: Sequence[Outcome]) -> list[str]:
         """The table of rows, in Markdown, which goes to table.md, too, its numbers to sweep.json, and the
-        picture of its differences to differences.svg. Empty, and nothing written, if each row is one run.
+        picture of its differences to differences.svg, if there are any. Empty if each row is one run; the
+        table of an earlier sweep is then removed, unless this one was stopped or has no result.
 
         runs: the first one's row is the baseline.
         """
@@ -118,18 +127,30 @@ class Record:
                 ended += [(run.row, read_run(run.folder))] * (run.exit_code == 0)
         base = next((read for row, read in ended if row == runs[0].row), None)
         rows = seeds.compared([read for _, read in ended], base)
-        if all(row.n < 2 for row in rows) and not any(run.exit_code is None and run.line for run in runs):
+        lines = list[str]()
+        if any(row.n > 1 for row in rows) or any(run.exit_code is None and run.line for run in runs):
+            rows = _with_notes(rows, runs)
+            heads, *cells = ([each.replace("|", "/") for each in line] for line in seeds.cells(rows))
+            lines = text.table(
+                [[*(f"| {cell}" for cell in line), "|"] for line in (heads, ["---"] * len(heads), *cells)]
+            )
+        elif not rows or any(run.exit_code in (None, STOPPED) for run in runs):
             return []
-        rows = _with_notes(rows, runs)
         numbers = [{name: each._asdict() for name, each in row.measured.items()} for row in rows]
-        self._write([row._asdict() | {"measured": of} for row, of in zip(rows, numbers, strict=True)])
-        heads, *cells = ([each.replace("|", "/") for each in line] for line in seeds.cells(rows))
-        lines = text.table(
-            [[*(f"| {cell}" for cell in line), "|"] for line in (heads, ["---"] * len(heads), *cells)]
-        )
+        with_numbers = zip(rows, numbers, strict=True)
+        self._rows = [row._asdict() | {"measured": of} for row, of in with_numbers] if lines else []
+        self._write()
+        has_differences = lines and any("difference" in row.measured for row in rows)
+        content = {
+            "table.md": "".join(f"{line}\n" for line in lines),
+            "differences.svg": svg.differences(rows) + "\n" if has_differences else "",
+        }
         with write_errors(f"{self.path.parent}:", "the same command goes on with the sweep"):
-            write_text(self.path.with_name("table.md"), "".join(f"{line}\n" for line in lines), shared=True)
-            write_text(self.path.with_name("differences.svg"), svg.differences(rows) + "\n", shared=True)
+            for name, each in content.items():
+                if each:
+                    write_text(self.path.with_name(name), each, shared=True)
+                else:
+                    self.path.with_name(name).unlink(missing_ok=True)
         return lines
 
 

@@ -247,7 +247,7 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
 
 
 def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_seed(
-    lptune: Lptune, tmp_path: Path
+    lptune: Lptune, tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "toy.py").write_text(KINDS_RECIPE)
     (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 1\n")
@@ -274,6 +274,14 @@ def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_s
     assert (folder / "differences.svg").read_text().startswith("<svg ")
     assert "By seed" in (folder / "report.html").read_text()
     assert not (folder / ".error").exists()
+    # Another sweep in the folder replaces that table, and says so first.
+    fewer = ("sweep", "--config", "toy.yaml", "toy.py", "seed=1,5", "precision.kind=none,int8_rowcol")
+    code, stdout, stderr = command(*fewer)
+    assert (code, stderr.count("\n"), stdout.count("already finished")) == (0, 1, 4)
+    assert stderr.startswith("note: sweeps/toy: this sweep replaces the table")
+    assert " 2 run(s) " in stderr
+    assert len((folder / "table.md").read_text().splitlines()) == 4
+    assert command(*fewer)[2] == ""
 
 
 def test_a_stopped_repeat_still_shows_what_had_ended_and_a_failed_run_no_loss_of_another_config(

@@ -1,11 +1,12 @@
-"""The tables of a sweep: seeds that fail, and runs of another config."""
+"""The tables of a sweep: whose runs they are of, what becomes of an earlier sweep's, and seeds that fail."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from lptune.tools.sweep.grid import Grid
-from lptune.tools.sweep.record import Outcome, Record, digest, is_of, table
+from lptune.tools.sweep.record import Ended, Outcome, Record, digest, is_of, table
 from tests.tools.conftest import CONFIG, MakeRun, row
 
 
@@ -29,11 +30,46 @@ class Sweep:
         lines = Record(self.folder, "toy").compare(runs)
         return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
+    @property
+    def rows(self) -> list[str]:
+        """The names in sweep.json."""
+        return [each["name"] for each in json.loads((self.folder / "sweep.json").read_text())["rows"]]
+
+    @property
+    def files(self) -> set[str]:
+        """Those of the table."""
+        return {name for name in ("table.md", "differences.svg") if (self.folder / name).exists()}
+
+
+BOTH = {"table.md", "differences.svg"}
+
 
 @pytest.fixture
 def sweep(tmp_path: Path, make_run: MakeRun) -> Sweep:
     (tmp_path / "sweep").mkdir()
     return Sweep(tmp_path / "sweep", make_run)
+
+
+def test_a_table_stays_until_there_is_another_and_goes_with_results_that_it_is_not_of(sweep: Sweep) -> None:
+    compared = [sweep.outcome(kind, seed) for kind in ("none", "int8") for seed in (1, 2)]
+    sweep.end(*compared)
+    assert (sweep.rows, sweep.files) == (["kind=none", "kind=int8"], BOTH)
+    # In a repeat, a run that ends, a kill, and a stop or a failure of all leave the rows.
+    record = Record(sweep.folder, "toy")
+    assert record.compared == {run.name for run in compared}
+    record.add("seed=1,kind=none", Ended("", 0, 1.0))
+    stopped = [compared[0], compared[2]._replace(exit_code=143), compared[1]._replace(exit_code=None)]
+    assert sweep.end(*stopped) == []
+    assert sweep.end(compared[0]._replace(exit_code=2), compared[2]._replace(exit_code=2)) == []
+    assert (sweep.rows, sweep.files) == (["kind=none", "kind=int8"], BOTH)
+    # One row has no difference: no picture of it, and none that was there.
+    assert sweep.end(sweep.outcome("", 1), sweep.outcome("", 2)) != []
+    assert (sweep.rows, sweep.files) == (["all"], {"table.md"})
+    assert Record(sweep.folder, "toy").compared == {"seed=1", "seed=2"}
+    assert sweep.end(*compared) != []
+    assert sweep.files == BOTH
+    assert sweep.end(compared[0], compared[2]) == []  # each row is one run
+    assert (sweep.rows, sweep.files) == ([], set())
 
 
 def test_a_failed_seed_is_named_in_the_row_of_the_others(sweep: Sweep) -> None:
@@ -53,6 +89,7 @@ def test_a_failed_seed_is_named_in_the_row_of_the_others(sweep: Sweep) -> None:
         ("kind=x", "0", "failed (2): x"),
         ("kind=odd", "0", "seed=1,kind=odd: failed (2): a; seed=2,kind=odd: not run"),
     ]
+    assert sweep.files == BOTH
 
 
 def test_runs_of_one_row_are_those_whose_other_values_are_the_same() -> None:
