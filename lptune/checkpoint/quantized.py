@@ -34,10 +34,9 @@ from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
 
-_REQUANTIZE = (
-    "set export.quantized=none (later: `lptune export RUN FOLDER --quantized none`), and quantize that with "
-    "the server's tool"
-)
+TO_HIGH = "set export.quantized=none (later: `lptune export RUN FOLDER --quantized none`)"
+"""What a run's config does about a format that stores nothing; `lptune export` says its own option."""
+_REQUANTIZE = f"{TO_HIGH}, and quantize that with the server's tool"
 _OWNERS = re.compile(r"(model\.)?(language_model\.)?(model\.)?")
 
 
@@ -149,8 +148,8 @@ def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
     if not parameters:
         why = f"precision.kind={part.precision}" if part.layers else "an older version does not say which did"
         raise UserError(
-            f"{state.folder}: no layer ran in 8 bits in its last steps ({why}), so there is none for "
-            f"export.quantized={format_}; {_REQUANTIZE}"
+            f"{state.folder}: no layer ran in 8 bits in its last steps ({why}), so there is none to "
+            f"store in {format_}; {_REQUANTIZE}"
         )
     trained = KINDS[part.precision]
     kind = kind_for(format_, trained)

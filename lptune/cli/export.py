@@ -71,7 +71,7 @@ def export(
         raise click.UsageError("--ema and --average are two averages of the weights; give one of them")
     if repo is not None:
         _check_hub(repo)
-    from lptune.checkpoint import EMA, export_hf, read_index, read_state
+    from lptune.checkpoint import EMA, TO_HIGH, export_hf, read_index, read_state
 
     manifest = _verified(checkpoint)
     about = read_state(manifest).about
@@ -93,8 +93,15 @@ def export(
         ema=about.ema if ema is None else ema,
         quantized=about.quantized if quantized is None else quantized,
     )
-    with interrupts.Undoing():
-        export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
+    try:
+        with interrupts.Undoing():
+            export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
+    except UserError as error:
+        to_high = "leave --quantized out" if about.quantized == "none" else "give --quantized none"
+        text = str(error).replace(TO_HIGH, to_high)
+        raise UserError(
+            text if quantized is None else text.replace("export.quantized", "--quantized")
+        ) from None
     count = cfg.average_checkpoints
     what = f"the mean of {count} checkpoints up to {manifest.folder}"
     if count == 1:

@@ -42,7 +42,8 @@ def verify(path: Path) -> None:
             click.echo(f"ok: {part}: {_verify(part)}")
         except (UserError, OSError) as error:
             # Compared by identity: a run that is training removes old checkpoints and replaces an export.
-            if found != _identity(part):
+            # One that went before its turn has none either time.
+            if found is None or found != _identity(part):
                 click.echo(f"gone: {part}: the run removed or replaced it meanwhile")
                 continue
             if not isinstance(error, UserError):
@@ -58,7 +59,7 @@ def verify(path: Path) -> None:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
-    except OSError:
+    except FileNotFoundError:  # a disk that fails is no removal
         return None
     return found.st_dev, found.st_ino
 

@@ -47,19 +47,41 @@ NAMED_TEMPLATES = {
 """Name -> jinja text."""
 
 _TOKENS = {
-    "gemma": {"<start_of_turn>", "<end_of_turn>"},
-    "llama3": {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
-    "chatml": {"<|im_start|>", "<|im_end|>"},
-    "mistral": {"[INST]", "[/INST]"},
-    "phi": {"<|user|>", "<|assistant|>", "<|end|>"},
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "mistral": ("[INST]", "[/INST]"),
+    "phi": ("<|user|>", "<|assistant|>", "<|end|>"),
 }
+"""Of a user's and an assistant's turn, by which a family is known."""
+_OF_SYSTEM = {"mistral": ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"), "phi": ("<|system|>",)}
+
+
+def _fitting(added: Collection[str]) -> str:
+    return next((name for name, tokens in _TOKENS.items() if set(tokens) <= set(added)), "zephyr")
 
 
 def suggested(special_texts: Collection[str]) -> str:
     """What to say to somebody without a template: the names, and the one for these special tokens."""
-    fits = next((name for name, tokens in _TOKENS.items() if tokens <= set(special_texts)), "zephyr")
+    fits = _fitting(special_texts)
     why = "by its special tokens" if fits in _TOKENS else "it ends answers by eos"
     return (
         f"set data.chat_template={fits} ({why}), another of {', '.join(NAMED_TEMPLATES)}, or jinja text; the "
         "family's instruct checkpoint has its own"
+    )
+
+
+def note_on_missing(name: str | None, added: Collection[str]) -> str:
+    """What to say of the template `name` where a tokenizer with the added tokens `added` splits what the
+    template writes as special tokens; empty where it splits none, and for templates without a name.
+    """
+    written = (*_TOKENS.get(name or "", ()), *_OF_SYSTEM.get(name or "", ()))
+    missing = [token for token in written if token not in added]
+    if not missing:
+        return ""
+    fits = _fitting(added)
+    instead = f"; {fits} fits it" if fits != name else ""
+    return (
+        f"data.chat_template={name}: {', '.join(missing)} are no tokens of this tokenizer, which splits them "
+        f"like any text{instead}"
     )

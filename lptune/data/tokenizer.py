@@ -26,7 +26,7 @@ import tokenizers
 from lptune.base.errors import UserError, closest
 from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, read_text
 from lptune.data import hf
-from lptune.data.named_templates import NAMED_TEMPLATES, suggested
+from lptune.data.named_templates import NAMED_TEMPLATES, note_on_missing, suggested
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
 
 _FILES = (
@@ -291,6 +291,12 @@ class Tokenizer:
                 date=date or (self.template.date if self.template else None),
             )
         return dataclasses.replace(self, template=template, given_template=chat_template)
+
+    @property
+    def template_note(self) -> str:
+        """What to say where the named template writes tokens that this tokenizer has not; else empty."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return note_on_missing(self.given_template, {token.content for token in added})
 
     @cached_property
     def special_texts(self) -> frozenset[str]:

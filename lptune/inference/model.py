@@ -96,6 +96,8 @@ def open_model(
         tokenizer = load_tokenizer(trained.base.folder, template, date=trained.started_on)
     except UserError as error:
         raise UserError(str(error).replace("data.chat_template", key)) from None
+    if (note := tokenizer.template_note) and tokenizer.chat_template != trained.chat_template:
+        say(f"note: {note.replace('data.chat_template', key)}")
     return OpenedModel(trained, replace(tokenizer, learned_stops=trained.learned_stops))
 
 

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from lptune.checkpoint import manifest
+from lptune.checkpoint import RunState, manifest, read_state
 from lptune.checkpoint.files import remove_folder, sha256
 from tests.cli.conftest import Command
 from tests.helpers import warm
@@ -82,6 +83,27 @@ def test_dtype_and_file_size_can_be_others(finished_run: Path, tmp_path: Path, c
     assert json.loads((tmp_path / "a" / "config.json").read_text(encoding="utf-8"))["dtype"] == "float16"
 
 
+def test_8_bits_that_the_run_never_had_are_refused_by_the_option_that_asked(
+    finished_run: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("export", str(finished_run), "a", "--quantized", "int8")
+    code, _, err = command(*asked)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "(precision.kind=none)" in err
+    assert "; leave --quantized out, and " in err
+    assert "export.quantized" not in err
+    assert not (tmp_path / "a").exists()
+    # Without the option, a run whose config has a format would be exported in that.
+
+    def of_int8(of: manifest.Manifest) -> RunState:
+        content = dict(read_state(of).content)
+        return replace(read_state(of), content=content | {"about": content["about"] | {"quantized": "int8"}})
+
+    monkeypatch.setattr("lptune.checkpoint.read_state", of_int8)
+    assert "; give --quantized none, and " in command(*asked)[2]
+    assert "; give --quantized none, and " in command(*asked[:3])[2]
+
+
 def test_a_base_that_has_moved_is_named_and_given(run: Path, tmp_path: Path, command: Command) -> None:
     base = run.parent / "moved"
     shutil.copytree(json.loads(_state(run).read_text(encoding="utf-8"))["about"]["model"], base)
@@ -146,20 +168,22 @@ def test_verify_checks_all_of_a_run_a_line_each(run: Path, command: Command) -> 
     assert "2 of 3" in err
 
 
+@pytest.mark.parametrize("turn", ["step-00000001", "step-00000000"])
 def test_verify_beside_a_live_run_calls_no_checkpoint_bad_that_the_run_removes(
-    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+    run: Path, command: Command, monkeypatch: pytest.MonkeyPatch, turn: str
 ) -> None:
-    real = manifest.verify
+    real, checkpoints = manifest.verify, run / "checkpoints"
+    (checkpoints / "step-00000000").mkdir()
 
     def verify(folder: Path) -> manifest.Manifest:
-        if folder.name == "step-00000001":
-            remove_folder(folder)
-        return real(folder)
+        if folder.name == turn:  # in its own turn, or in that of the one before
+            remove_folder(checkpoints / "step-00000001")
+        return real(checkpoints / "step-00000002" if folder.name == "step-00000000" else folder)
 
     monkeypatch.setattr(manifest, "verify", verify)
     code, out, err = command("verify", str(run))
     assert (code, err) == (0, "")
-    assert [line.partition(":")[0] for line in out.splitlines()] == ["gone", "ok", "ok"]
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["ok", "gone", "ok", "ok"]
     assert f"{run}/checkpoints/step-00000001: the run removed or replaced it meanwhile" in out
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from lptune.base.errors import UserError
-from lptune.data import load_tokenizer
-from lptune.data.named_templates import NAMED_TEMPLATES, suggested
+from lptune.config import DataConfig
+from lptune.data import load_tokenizer, prepare
+from lptune.data.named_templates import NAMED_TEMPLATES, note_on_missing, suggested
 from lptune.data.turns import TurnFinder
-from tests.helpers.documents import Make
+from tests.helpers.documents import Load, Make, Write
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief. "},
@@ -88,6 +89,40 @@ def test_the_error_of_chats_without_a_template_suggests_one(tokenizer_folder: Ma
     bare = load_tokenizer(tokenizer_folder())
     with pytest.raises(UserError, match=r"no chat template; set data.chat_template=\w+ .*instruct"):
         bare.render_chat(CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "fits"),
+    [
+        ("mistral", ["[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"], "chatml"),
+        ("phi", ["<|user|>", "<|assistant|>", "<|end|>", "<|system|>"], "chatml"),
+        ("llama3", ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "chatml"),
+        ("chatml", [], ""),
+        ("zephyr", [], ""),
+        ("none", [], ""),
+    ],
+)
+def test_a_template_whose_tokens_the_tokenizer_splits_is_one_note(
+    asset_tokenizer: Load, jsonl: Write, name: str, missing: list[str], fits: str
+) -> None:
+    tokenizer = asset_tokenizer("tokenizers/qwen2").with_chat_template(name)
+    sources = [
+        jsonl(*({"question": f"{i}", "answer": "a"} for i in range(4)), name=f"{n}.jsonl") for n in "ab"
+    ]
+    cfg = DataConfig(source=sources, chat_template=name, seq_len=64, cache="none")
+    report = prepare(cfg, tokenizer, seed=0, vocab_size=tokenizer.vocab_size).report
+    notes = [line for line in report if line.startswith(f"note: data.chat_template={name}: ")]
+    assert len(notes) == bool(missing)
+    for note in notes:
+        assert note.split(": ")[2].split(" are ")[0].split(", ") == missing
+        assert note.endswith(f"; {fits} fits it")
+        assert all(len(tokenizer.encode(text)) > 1 for text in missing)
+
+
+def test_a_familys_tokenizer_without_its_tokens_for_a_system_message_is_told_those_alone() -> None:
+    note = note_on_missing("mistral", ["[INST]", "[/INST]"])
+    assert "=mistral: [SYSTEM_PROMPT], [/SYSTEM_PROMPT] are" in note
+    assert "fits" not in note
 
 
 def test_a_misspelt_name_is_told_the_names(tokenizer_folder: Make) -> None:

@@ -13,6 +13,7 @@ from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
 from lptune.distributed import World
 from lptune.inference import LoadedModel, load_model
+from lptune.inference.model import open_model
 from tests.helpers import warm
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
@@ -93,3 +94,11 @@ def test_a_path_that_is_no_model_gets_one_line(world: World, folder: Path, tmp_p
     (moved / "config.json").write_text((moved / "config.json").read_text().replace("0.02", "0.03"))
     with pytest.raises(UserError, match=r"the digest of config\.json"):
         load(tmp_path / "step-00000001", world)
+
+
+def test_a_given_template_whose_tokens_the_tokenizer_splits_is_a_note(folder: Path) -> None:
+    lines: list[str] = []
+    for template in ("zephyr", "mistral"):
+        open_model(str(folder), lines.append, template, "prompts.chat_template")
+    (line,) = lines
+    assert line.startswith("note: prompts.chat_template=mistral: [INST], [/INST]")

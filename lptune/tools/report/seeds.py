@@ -54,6 +54,8 @@ class Row(NamedTuple):
     """By the names of MEASURES; what no run has is left out."""
     is_base: bool = False
     note: str = ""
+    runs: tuple[str, ...] = ()
+    """Names of the folders of its runs."""
 
 
 def compared(runs: Sequence[Run], reference: Run | None = None) -> list[Row]:
@@ -70,7 +72,8 @@ def compared(runs: Sequence[Run], reference: Run | None = None) -> list[Row]:
         pairs = [f"{key.rpartition('.')[2]}={texts[at]}" for key, texts in keys.items()]
         name = ", ".join(pair for pair in pairs if pair != "emulate=false")
         measured = {measure: spread(found) for measure, found in values.items()}
-        rows.append(Row(name or "all", len(of), measured, of is base))
+        folders = tuple(run.folder.name for run in of.values())
+        rows.append(Row(name or "all", len(of), measured, of is base, runs=folders))
     return sorted(rows, key=lambda row: row.measured["loss"].mean if "loss" in row.measured else math.inf)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -24,6 +24,9 @@ from lptune.cli.places import PathArgument, check_above
 from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import bound, flags, launcher, preemption
 from lptune.launch.outcome import ERROR_LINE
+
+if TYPE_CHECKING:
+    from lptune.tools.sweep.record import Outcome
 
 _OWN_FLAGS = (
     "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
@@ -41,6 +44,8 @@ class _Planned(NamedTuple):
     arguments: tuple[str, ...]
     """Those of `lptune run` after torchrun's flags: RECIPE --config CONFIG key=value …"""
     config_digest: str
+    row: str
+    """As in Point."""
     why: str
     """Why it cannot start here; empty: it can."""
 
@@ -144,7 +149,7 @@ def _plan(
                 raise
             config_digest, why = point.name, str(error)
         arguments = (recipe_name, "--config", config_name, *given)
-        planned.append(_Planned(point.name, folder / point.name, arguments, config_digest, why))
+        planned.append(_Planned(point.name, folder / point.name, arguments, config_digest, point.row, why))
     if all(each.why for each in planned):
         raise UserError(planned[0].why)
     _check_distinct(planned)
@@ -165,7 +170,7 @@ def _check(
     check_given_files_stay(cfg, (config_path, recipe_path))
     if recipe_path in catalog.recipes().values():
         preflight.check(cfg, *ranks, here=here)
-    return digest("\n".join(line for line in to_yaml(cfg).splitlines() if not line.startswith("output_dir:")))
+    return digest(to_yaml(cfg))
 
 
 def _check_distinct(planned: Sequence[_Planned]) -> None:
@@ -183,20 +188,31 @@ def _check_distinct(planned: Sequence[_Planned]) -> None:
 def _run_all(
     context: click.Context, folder: Path, planned: Sequence[_Planned], torchrun_flags: Sequence[str]
 ) -> int:
-    from lptune.tools.sweep.record import Ended, Record, table
+    from lptune.tools.sweep.record import RESULTS, Ended, Outcome, Record, is_of, table
 
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
+    if others := record.compared - {each.name for each in planned}:
+        click.echo(
+            f"note: {folder}: this sweep replaces the table and report.html of another, which has "
+            f"{len(others)} run(s) that are not in this one; another --output-dir keeps both, `lptune report "
+            f"{shlex.quote(str(folder))}` shows all runs",
+            err=True,
+        )
     launcher.let_ranks_find_lptune()
     runner, error = bound.Runner(), folder / ".error"
     environment = {ERROR_LINE: str(error.absolute())}
-    codes: dict[str, int] = {}
+    ended = {
+        each.name: record.ended[each.name].exit_code
+        for each in planned
+        if record.has(each.name, each.config_digest)
+    }
+    codes = dict(ended)
     for number, each in enumerate(planned, 1):
         if runner.stopped.is_set() or _STOPPED in codes.values():
             break
         where = f"[{number}/{len(planned)}] {each.name}"
-        if record.has(each.name, each.config_digest):
-            codes[each.name] = record.ended[each.name].exit_code
+        if each.name in ended:
             click.echo(f"{where}: already finished")
             continue
         if each.why:
@@ -212,12 +228,17 @@ def _run_all(
         record.add(each.name, Ended(each.config_digest, code, time_s, line))
         if code not in (0, 3, _STOPPED):
             click.echo(f"{where}: failed with exit code {code}; the sweep goes on", err=True)
-    runs = [(each.name, each.folder, codes.get(each.name)) for each in planned]
+    runs = []
+    for each in planned:
+        found = codes.get(each.name)
+        line = each.why if found is None else record.ended[each.name].line
+        is_own = found in RESULTS or is_of(each.folder, each.config_digest)
+        runs.append(Outcome(each.name, each.folder, found, each.row, line, is_own))
     click.echo(f"\n{table(runs)}")
-    if lines := record.compare(runs, {each.name: each.why for each in planned if each.why}):
+    if lines := record.compare(runs):
         click.echo("\n" + "\n".join(lines))
     lock.close()
-    _report(context, folder, [each.folder for each in planned if each.name in codes])
+    _report(context, folder, runs)
     failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
     if runner.stopped.is_set() or _STOPPED in codes.values():
         click.echo("sweep: stopped; the same command goes on with it", err=True)
@@ -240,16 +261,21 @@ def _locked(folder: Path) -> Lock:
         raise UserError(f"{folder}: cannot be made or locked: {error.strerror}") from None
 
 
-def _report(context: click.Context, folder: Path, runs: Sequence[Path]) -> None:
+def _report(context: click.Context, folder: Path, runs: "Sequence[Outcome]") -> None:
     """The report of the runs that have metrics, by `lptune report`."""
     group = context.find_root().command
     command = group.get_command(context, "report") if isinstance(group, click.Group) else None
-    ready = tuple(each for each in runs if (each / "metrics.jsonl").is_file())[:_REPORT_RUNS]
+    ready = [
+        each
+        for each in runs
+        if each.exit_code is not None and each.is_own and (each.folder / "metrics.jsonl").is_file()
+    ][:_REPORT_RUNS]
     if command is None or not ready:
         return
     try:
-        reference = runs[0] if runs[0] == ready[0] else None
-        context.invoke(command, runs=ready, reference=reference, output=folder / "report.html")
+        reference = next((each.folder for each in ready if each.row == runs[0].row), None)
+        folders = tuple(each.folder for each in ready)
+        context.invoke(command, runs=folders, reference=reference, output=folder / "report.html")
     except UserError as error:
         click.echo(f"note: no report: {error}", err=True)
 

@@ -36,6 +36,8 @@ class Point:
     name: str
     overrides: tuple[str, ...]
     """All arguments `key=value` of the run, without output_dir."""
+    row: str
+    """The name that the run would have without a seed: runs of one row share it."""
 
 
 class Grid:
@@ -84,8 +86,11 @@ class Grid:
             pairs = dict(zip(values, chosen, strict=True))
             if self.has_all_kinds and not PRECISION_KINDS[pairs["precision.kind"]].needs_float8:
                 pairs.pop("precision.emulate", None)
-            name = point_name([(names[key], pairs[key]) for key in self.varied])
-            points.append(Point(name, tuple(f"{key}={value}" for key, value in pairs.items())))
+            name, row = (
+                point_name([(names[key], pairs[key]) for key in self.varied if key != left_out])
+                for left_out in ("", "seed")
+            )
+            points.append(Point(name, tuple(f"{key}={value}" for key, value in pairs.items()), row))
         return points
 
 

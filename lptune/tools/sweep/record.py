@@ -7,20 +7,26 @@ folder holds the sweeps of one recipe, by the name of its file.
 
 A run counts as ended only as long as its config is the same: the record has a digest of it. Whether a run
 that was interrupted can go on is decided by `lptune run`, as for any run.
+
+Several sweeps of one recipe may share a folder, and with it runs. The table is that of the last sweep that
+had one or had results: what an earlier sweep left is replaced or removed, but stays until then.
 """
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from lptune.base import text
 from lptune.base.errors import UserError
-from lptune.base.files import kind_of, read_object, write_errors, write_text
+from lptune.base.files import MAX_BYTES, kind_of, read_bytes, read_object, write_errors, write_text
+from lptune.launch.preemption import STOPPED
+
+if TYPE_CHECKING:
+    from lptune.tools.report.seeds import Row
 
 FILE = "sweep.json"
 RESULTS = (0, 3)
@@ -38,6 +44,27 @@ class Ended:
     """Of the error that ended it."""
 
 
+class Outcome(NamedTuple):
+    """What became of a run of the sweep."""
+
+    name: str
+    folder: Path
+    exit_code: int | None
+    """None: it did not run."""
+    row: str = ""
+    """As in Point."""
+    line: str = ""
+    """Of the error that ended it, or why it cannot start."""
+    is_own: bool = True
+    """False: what is in its folder is a run of another config."""
+
+    @property
+    def word(self) -> str:
+        """What became of it, in a word."""
+        words = {0: "done", 3: "diverged", STOPPED: "stopped", None: "not run"}
+        return words.get(self.exit_code) or f"failed ({self.exit_code})"
+
+
 class Record:
     """The record of the sweep in `folder`, of `recipe`. Raises UserError for a sweep.json that is not one, or
     is of another recipe.
@@ -46,11 +73,16 @@ class Record:
     def __init__(self, folder: Path, recipe: str) -> None:
         self.path, self._recipe = folder / FILE, recipe
         self.ended: dict[str, Ended] = {}
+        self._rows: list[object] = []
+        self.compared = set[str]()
+        """The names of the runs of the table that is there."""
         if not kind_of(self.path):
             return
         content = read_object(self.path, todo="move it away")
         try:
             self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
+            self._rows = [*content.get("rows", ())]
+            self.compared = {name for row in content.get("rows", ()) for name in row.get("runs", ())}
         except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
         if (held := content.get("recipe", recipe)) != recipe:
@@ -71,72 +103,111 @@ class Record:
     def add(self, name: str, ended: Ended) -> None:
         """Adds an end and writes the file."""
         self.ended[name] = ended
-        self._write([])
+        self._write()
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
+    def _write(self) -> None:
         runs = {each: asdict(how) for each, how in self.ended.items()}
-        content = {"recipe": self._recipe, "runs": runs, "rows": rows}
+        content = {"recipe": self._recipe, "runs": runs, "rows": self._rows}
         with write_errors(f"{self.path}:", "the same command goes on with the sweep"):
             write_text(self.path, json.dumps(content, indent=1) + "\n")
 
-    def compare(self, runs: Sequence[tuple[str, Path, int | None]], why: Mapping[str, str]) -> list[str]:
+    def compare(self, runs: Sequence[Outcome]) -> list[str]:
         """The table of rows, in Markdown, which goes to table.md, too, its numbers to sweep.json, and the
-        picture of its differences to differences.svg. Empty, and nothing written, if each row is one run.
+        picture of its differences to differences.svg, if there are any. Empty if each row is one run; the
+        table of an earlier sweep is then removed, unless this one was stopped or has no result.
 
-        runs: as for `table`; the first one's row is the baseline. why: why a run cannot start, by its name.
+        runs: the first one's row is the baseline.
         """
         from lptune.tools.report import seeds, svg
         from lptune.tools.report.run import read_run
 
         ended = []
-        for _, folder, code in runs:
+        for run in runs:
             with suppress(UserError):  # what cannot be read has no numbers
-                ended += [read_run(folder)] * (code == 0)
-        rows = seeds.compared(ended, next((run for run in ended if run.folder == runs[0][1]), None))
-        if all(row.n < 2 for row in rows) and not why:
+                ended += [(run.row, read_run(run.folder))] * (run.exit_code == 0)
+        base = next((read for row, read in ended if row == runs[0].row), None)
+        rows = seeds.compared([read for _, read in ended], base)
+        lines = list[str]()
+        if any(row.n > 1 for row in rows) or any(run.exit_code is None and run.line for run in runs):
+            rows = _with_notes(rows, runs)
+            heads, *cells = ([each.replace("|", "/") for each in line] for line in seeds.cells(rows))
+            lines = text.table(
+                [[*(f"| {cell}" for cell in line), "|"] for line in (heads, ["---"] * len(heads), *cells)]
+            )
+        elif not rows or any(run.exit_code in (None, STOPPED) for run in runs):
             return []
-        for name, _, code in runs:
-            if code != 0:
-                line = why.get(name, "") if code is None else self.ended[name].line
-                note = f"{_word(code)}{f': {line}' if line else ''}"
-                row = seeds.Row(re.sub("(^|,)seed=[^,]*", "", name).lstrip(","), 0, {}, note=note)
-                rows += [row] if row not in rows else []
         numbers = [{name: each._asdict() for name, each in row.measured.items()} for row in rows]
-        self._write([row._asdict() | {"measured": of} for row, of in zip(rows, numbers, strict=True)])
-        heads, *cells = ([each.replace("|", "/") for each in line] for line in seeds.cells(rows))
-        lines = text.table(
-            [[*(f"| {cell}" for cell in line), "|"] for line in (heads, ["---"] * len(heads), *cells)]
-        )
+        with_numbers = zip(rows, numbers, strict=True)
+        self._rows = [row._asdict() | {"measured": of} for row, of in with_numbers] if lines else []
+        self._write()
+        has_differences = lines and any("difference" in row.measured for row in rows)
+        content = {
+            "table.md": "".join(f"{line}\n" for line in lines),
+            "differences.svg": svg.differences(rows) + "\n" if has_differences else "",
+        }
         with write_errors(f"{self.path.parent}:", "the same command goes on with the sweep"):
-            write_text(self.path.with_name("table.md"), "".join(f"{line}\n" for line in lines), shared=True)
-            write_text(self.path.with_name("differences.svg"), svg.differences(rows) + "\n", shared=True)
+            for name, each in content.items():
+                if each:
+                    write_text(self.path.with_name(name), each, shared=True)
+                else:
+                    self.path.with_name(name).unlink(missing_ok=True)
         return lines
 
 
-def digest(text: str) -> str:
-    """A digest of a config's YAML."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _with_notes(rows: Sequence["Row"], runs: Sequence[Outcome]) -> list["Row"]:
+    """The rows with notes on their runs that did not end well, and a row for those of which none did."""
+    from lptune.tools.report import seeds
+
+    found = list(rows)
+    for row in dict.fromkeys(run.row for run in runs):
+        mates = tuple(run.name for run in runs if run.row == row)
+        notes = dict[str, list[str]]()
+        for run in runs:
+            if run.row == row and run.exit_code != 0:
+                notes.setdefault(f"{run.word}{f': {run.line}' if run.line else ''}", []).append(run.name)
+        if not notes:
+            continue
+        note = "; ".join(f"{', '.join(names)}: {why}" for why, names in notes.items())
+        for place, each in enumerate(found):
+            if set(mates) & set(each.runs):
+                found[place] = each._replace(note=note, runs=mates)
+                break
+        else:
+            note = note if len(notes) > 1 else next(iter(notes))
+            found.append(seeds.Row(row or "all", 0, {}, note=note, runs=mates))
+    return found
 
 
-def _word(code: int | None) -> str:
-    return {0: "done", 3: "diverged", 143: "stopped", None: "not run"}.get(code) or f"failed ({code})"
+def digest(config: str) -> str:
+    """A digest of a config's YAML, but for output_dir."""
+    lines = (line for line in config.splitlines() if not line.startswith("output_dir:"))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def table(runs: Sequence[tuple[str, Path, int | None]]) -> str:
+def is_of(folder: Path, config_digest: str) -> bool:
+    """Whether the run in `folder` has this config, by its config.yaml. Also true without such a file."""
+    path = folder / "config.yaml"
+    with suppress(UserError, UnicodeDecodeError):
+        return (
+            not kind_of(path) or digest(read_bytes(path, MAX_BYTES, follow=False).decode()) == config_digest
+        )
+    return False
+
+
+def table(runs: Sequence[Outcome]) -> str:
     """One line for each run, sorted: by held-out loss, or by loss if no run was evaluated. Runs that did not
-    end well come last. Each number is the last in metrics.jsonl, of the speeds the median.
-
-    runs: name, folder, exit code; None: it did not run.
+    end well come last. Each number is the last in metrics.jsonl, of the speeds the median; of a run of
+    another config there is none.
     """
     import numpy as np
 
     from lptune.tools.report.rows import Rows, read_rows
 
     found = []
-    for name, folder, code in runs:
+    for run in runs:
         rows = Rows({})
         with suppress(UserError):  # what cannot be read has no numbers
-            rows = read_rows(folder / "metrics.jsonl")
+            rows = read_rows(run.folder / "metrics.jsonl") if run.is_own else rows
         losses = [rows[key].finite.values_N for key in ("eval_loss", "loss")]
         held_out, loss = (float(values_N[-1]) if len(values_N) else None for values_N in losses)
         speeds_N = rows["tokens_per_s"].finite.values_N
@@ -145,10 +216,10 @@ def table(runs: Sequence[tuple[str, Path, int | None]]) -> str:
             "-" if loss is None else f"{loss:.4f}",
             f"{rows.last_step}" if rows.num_rows else "-",
             f"{np.median(speeds_N):,.0f}" if len(speeds_N) else "-",
-            _word(code),
-            name,
+            run.word,
+            run.name,
         )
-        found.append((code != 0, held_out, loss, cells))
+        found.append((run.exit_code != 0, held_out, loss, cells))
     key = 1 if any(held_out is not None for _, held_out, _, _ in found) else 2
     found.sort(key=lambda each: (each[0], each[key] is None, each[key] or 0.0))
     head = ("held-out loss", "loss", "step", "tokens/s", "result", "run")

@@ -5,8 +5,9 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from lptune.config import PRECISION_KINDS
 from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
-from lptune.tools.sweep.record import table
+from lptune.tools.sweep.record import Outcome, table
 from lptune.tools.sweep.slurm import Shape, script
 from tests.cli.conftest import Command, Lptune, write_model
 from tests.helpers import cold
@@ -202,13 +203,13 @@ def test_the_table_is_sorted_by_the_last_held_out_loss_and_a_cut_row_is_passed_o
         "nan": [{"step": 2, "eval_loss": float("nan")}],
         "diverged": [{"step": 1, "eval_loss": 0.5}],
     }
-    found: list[tuple[str, Path, int | None]] = []
+    found: list[Outcome] = []
     for name, content in rows.items():
         (tmp_path / name).mkdir()
         text = "".join(f"{json.dumps(row)}\n" for row in content)
         (tmp_path / name / "metrics.jsonl").write_text(text + '{"step": 9, "eval_lo')
-        found.append((name, tmp_path / name, 3 if name == "diverged" else 0))
-    found.append(("absent", tmp_path / "absent", None))
+        found.append(Outcome(name, tmp_path / name, 3 if name == "diverged" else 0))
+    found.append(Outcome("absent", tmp_path / "absent", None))
     lines = table(found).splitlines()[1:]
     assert [line.split()[-1] for line in lines] == ["better", "worse", "nan", "diverged", "absent"]
     assert lines[0].split() == ["2.5000", "2.0000", "3", "-", "done", "better"]
@@ -246,7 +247,7 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
 
 
 def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_seed(
-    lptune: Lptune, tmp_path: Path
+    lptune: Lptune, tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "toy.py").write_text(KINDS_RECIPE)
     (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 1\n")
@@ -273,6 +274,53 @@ def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_s
     assert (folder / "differences.svg").read_text().startswith("<svg ")
     assert "By seed" in (folder / "report.html").read_text()
     assert not (folder / ".error").exists()
+    # Another sweep in the folder replaces that table, and says so first.
+    fewer = ("sweep", "--config", "toy.yaml", "toy.py", "seed=1,5", "precision.kind=none,int8_rowcol")
+    code, stdout, stderr = command(*fewer)
+    assert (code, stderr.count("\n"), stdout.count("already finished")) == (0, 1, 4)
+    assert stderr.startswith("note: sweeps/toy: this sweep replaces the table")
+    assert " 2 run(s) " in stderr
+    assert len((folder / "table.md").read_text().splitlines()) == 4
+    assert command(*fewer)[2] == ""
+
+
+def test_a_stopped_repeat_still_shows_what_had_ended_and_a_failed_run_no_loss_of_another_config(
+    toy: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    class Runner:
+        stopped = threading.Event()
+
+        def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+            folder = Path(arguments[-1].removeprefix("output_dir="))
+            if (code := codes.pop(0)) == 0:
+                folder.mkdir(parents=True)
+                (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.5}\n')
+                (folder / "config.yaml").write_text("num_steps: 7\n")
+            return code
+
+    monkeypatch.setattr("lptune.launch.bound.Runner", Runner)
+    monkeypatch.setattr("lptune.launch.launcher.let_ranks_find_lptune", lambda: None)
+
+    def words(*values: str) -> tuple[int, dict[str, tuple[str, str]]]:
+        """The exit code; the loss and what became of each run."""
+        code, stdout, _ = command("sweep", *toy, *values)
+        lines = [line.split() for line in stdout.partition("held-out")[2].splitlines() if " seed=" in line]
+        return code, {line[-1]: (line[1], line[4]) for line in lines}
+
+    codes[:] = [0, 0, 0]
+    assert words("seed=1,2,3")[0] == 0
+    (Path("sweeps/toy/seed=1/metrics.jsonl")).unlink()
+    codes[:] = [143]
+    code, found = words("seed=1,2,3")
+    assert code == 143
+    assert found == {"seed=1": ("-", "stopped"), "seed=2": ("1.5000", "done"), "seed=3": ("1.5000", "done")}
+    # With other keys, the first run does not even start, and the second one is the next sweep's.
+    codes[:] = [2, 143]
+    code, found = words("seed=2,3", "optimizer.lr=0.5")
+    assert code == 143
+    assert found == {"seed=2": ("-", "failed"), "seed=3": ("-", "stopped")}
 
 
 def test_a_kind_that_cannot_run_here_has_a_reason_and_a_wrong_value_ends_the_sweep(command: Command) -> None:
