@@ -39,6 +39,8 @@ def _config(assets: Path, folder: Path) -> Path:
     return path
 
 
+# A minute. docs/test_tour.py trains a smaller model in INT8 and compares its losses and its export.
+@pytest.mark.slow
 def test_held_out_loss_falls_by_a_fifth_and_int8_ends_within_one_percent_of_float32(
     assets: Path, run_recipe: Run, tmp_path: Path
 ) -> None:
