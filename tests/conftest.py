@@ -49,17 +49,24 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 LONGEST = (
-    "recipes/test_full_finetune.py",
-    "recipes/test_shadow.py",
-    "recipes/test_every_recipe.py",
-    "faults/test_faults.py",
-    "distributed/test_gather.py",
     "plan/test_dry_run.py",
-    "cli/test_run.py",
+    "distributed/test_gather.py",
+    "models/hf/test_recipe.py",
+    "distributed/test_tensor_parallel.py",
+    "recipes/test_full_finetune.py",
+    "faults/test_faults.py",
+    "recipes/test_shadow.py",
     "kernels/test_triton_interpreted.py",
+    "recipes/test_optimizers.py",
+    "training/test_update.py",
+    "models/hf/test_types.py",
+    "plan/test_repeated_blocks.py",
+    "cli/test_wrong_inputs.py",
+    "plan/test_fit.py",
+    "recipes/test_every_recipe.py",
+    "config/test_configs.py",
+    "cli/test_run.py",
     "proofs/test_rank_matrix.py",
-    "proofs/test_matrix.py",
-    "recipes/test_real_assets.py",
 )
 """The files that take longest. They run first, in this order, so that the workers of xdist end together."""
 

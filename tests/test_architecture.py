@@ -9,6 +9,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,11 +84,14 @@ def read(file: str, text: str | None = None) -> Source:
     return Source(file, text, ast.parse(text, filename=file))
 
 
-SOURCES = [
-    read(path.relative_to(ROOT).as_posix())
-    for folder in ("lptune", "recipes")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-]
+@cache
+def sources() -> list[Source]:
+    """All of them. Not when this module is imported: every worker imports it, and one runs its tests."""
+    return [
+        read(path.relative_to(ROOT).as_posix())
+        for folder in ("lptune", "recipes")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
 
 
 def imports(body: ast.AST) -> Iterator[tuple[str, int]]:
@@ -259,8 +263,8 @@ RULES: dict[Rule, tuple[tuple[str, str, str], ...]] = {
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_no_file_breaks_the_rule(rule: Rule) -> None:
-    assert {"lptune/__init__.py", "recipes/full_finetune.py"} <= {each.file for each in SOURCES}
-    found = "\n".join(line for each in SOURCES for line in rule(each))
+    assert {"lptune/__init__.py", "recipes/full_finetune.py"} <= {each.file for each in sources()}
+    found = "\n".join(line for each in sources() for line in rule(each))
     assert not found, found
 
 

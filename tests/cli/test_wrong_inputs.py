@@ -64,6 +64,7 @@ class Job:
             "model": {"path": "checkpoint"},
             "data": {"source": "rows.jsonl", "seq_len": 512},
             "compile": "none",
+            "compute_dtype": "float32",
             "device": "cpu",
             "global_batch_size": 8,
             "num_steps": 1,

@@ -303,36 +303,6 @@ def test_no_input_gets_past_the_one_line_error(tmp_path: Path, text: str, argume
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("text", "blamed"),
-    [
-        ("seed: 1\noutput_dir: r-${oc.${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
-        ("output_dir: r-${oc.env:LPTUNE_TEST_${seed}}", "output_dir"),
-        (
-            "data: {text_column: '\\${oc.', split: 'env:LPTUNE_TEST_SECRET}'}\n"
-            "output_dir: '${oc.decode:${data.text_column}${data.split}}'",
-            "output_dir",
-        ),
-        ("precision: ${parallel}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'", "precision"),
-        (
-            "seed: ${oc.env:LPTUNE_TEST_SECRET}",
-            "seed: must be an integer, found ",
-        ),
-    ],
-)
-def test_the_environment_is_read_by_name_alone_and_no_error_has_a_part_of_its_value(
-    text: str, blamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["data.prompt_column=env"] if "prompt_column" in text else []
-    written = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text)))
-    for secret in ("s3cret" + "x" * 60 + "y" * 93, "s3cret\\b'c", "s3cretkéy\u00a0" + "z" * 200):
-        monkeypatch.setenv("LPTUNE_TEST_SECRET", secret)
-        with pytest.raises(UserError) as raised:
-            load(tmp_path, written, *arguments)
-        assert blamed in str(raised.value)
-        assert "s3cret"[:5] not in str(raised.value)
-
-
 CHANGED = """\
 # A comment.
 model: {path: here}
@@ -398,16 +368,15 @@ def test_a_changed_config_has_what_differs_and_loads_as_the_changed_config(tmp_p
 def test_the_environment_is_read_by_name_alone_and_never_into_a_text_that_is_kept(
     text: str, blamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
     arguments = ["data.prompt_column=env"] if "prompt_column" in text else []
-    with pytest.raises(UserError) as raised:
-        load(
-            tmp_path,
-            OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text))),
-            *arguments,
-        )
-    assert blamed in str(raised.value)
-    assert "s3cret" not in str(raised.value)
+    written = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text)))
+    for secret in ("s3cret", "s3cret" + "x" * 60 + "y" * 93, "s3cret\\b'c", "s3cretkéy\u00a0" + "z" * 200):
+        monkeypatch.setenv("LPTUNE_TEST_SECRET", secret)
+        with pytest.raises(UserError) as raised:
+            load(tmp_path, written, *arguments)
+        # How an error quotes a text depends on the quotes in what it stands for.
+        assert (blamed if secret == "s3cret" else blamed.partition(" '")[0]) in str(raised.value)
+        assert "s3cret"[:5] not in str(raised.value)
 
 
 @pytest.mark.parametrize("secret", ["x" * 60 + "y" * 93, "a\\b'c", "kéy\u00a0" * 40])

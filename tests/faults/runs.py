@@ -78,7 +78,7 @@ def prepare(folder: Path, launch: Launch = launch, recipe: str = "full_finetune"
         folder / "tiny.yaml",
         checkpoint,
         folder / "unused",
-        data=data | {"seq_len": 128, "packing": False},
+        data=data | {"chat_template": "none", "seq_len": 128, "packing": False},
         optimizer={"lr": 1.0e-3},
         num_steps=NUM_STEPS,
         eval_every_steps=4,

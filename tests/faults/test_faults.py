@@ -26,7 +26,8 @@ from tests.helpers.cold import Finished
 from tests.helpers.ranks import Ranks
 
 
-@pytest.mark.parametrize(("ranks", "trials"), [(1, 8), (2, 3)])
+# Which files of several ranks are there when: checkpoint/test_save.py.
+@pytest.mark.parametrize(("ranks", "trials"), [(1, 8), pytest.param(2, 3, marks=pytest.mark.slow)])
 def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials: int) -> None:
     # In a process of its own: it forks, which one with threads had better not do.
     done = cold.run("-m", "tests.faults.kills", f"--ranks={ranks}", f"--trials={trials}")
@@ -134,7 +135,13 @@ def _warm(arguments: list[str], ranks: int, folder: Path, extra: dict[str, str])
 
 
 @pytest.mark.parametrize(
-    ("recipe", "precision"), [("full_finetune", "int8_rowcol"), ("distill", "float8_delayed")]
+    ("recipe", "precision"),
+    [
+        ("full_finetune", "int8_rowcol"),
+        # The same loop. A history resumes in recipes/test_divergence.py, a student of a teacher in
+        # recipes/test_precompute_logits.py.
+        pytest.param("distill", "float8_delayed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_was_stopped_and_killed_is_bitwise_the_one_that_was_not(
     recipe: str, precision: str, tmp_path: Path

@@ -35,9 +35,9 @@ def load(path: Path, world: World, kind: str = "none", dtype: str = "float32") -
 
 
 def train(tmp_path: Path, folder: Path, *keys: str) -> Path:
-    """The folder of a run of six steps, with an evaluation at its end."""
+    """The folder of a run of two steps, with an evaluation at its end."""
     config = write_config(tmp_path / "tiny.yaml", folder, tmp_path / "run")
-    arguments = ["run", "full_finetune", "--config", str(config), "num_steps=6", *keys]
+    arguments = ["run", "full_finetune", "--config", str(config), "num_steps=2", *keys]
     done = warm.lptune(arguments, folder=tmp_path, timeout_s=120)
     assert done.returncode == 0, done.stderr
     return tmp_path / "run"
@@ -70,7 +70,7 @@ def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
     of_run = load(run, world, kind, "bfloat16")
     assert held_out_loss(of_run, run) == last["eval_loss"]
     assert (of_run.tokenizer.template is None) == (kind == "int8_weight_only")
-    of_step = load(run / "checkpoints" / "step-00000006", world, kind, "bfloat16")
+    of_step = load(run / "checkpoints" / "step-00000002", world, kind, "bfloat16")
     for ours, same in zip(of_run.model.parameters(), of_step.model.parameters(), strict=True):
         assert torch.equal(ours, same)
     if kind == "int8_rowcol":

@@ -8,16 +8,16 @@ import pytest
 from tests.proofs import matrix
 
 _KEPT = {
-    ("int8_rowcol", "block", "selective"),
     ("float8_delayed", "block", "selective"),
     ("int8_tensorwise", "model", "selective"),
 }
 
 
 def _marked(cell: matrix.Cell) -> Any:
-    """Slow: most compiled cells, 5 to 25 s each. Kept is of each way to compile a cell with scales of each
-    step, and of `block` one with a history that the graph writes; eager, every kind. Compiled layers of every
-    kind are in tests/linear/test_devices.py.
+    """Slow: most compiled cells, 5 to 25 s each. Kept is of `model` a cell with scales of each step, and of
+    `block` one with a history that the graph writes (scales of each step under `block`:
+    recipes/test_full_finetune.py); eager, every kind. Compiled layers of every kind are in
+    tests/linear/test_devices.py.
     """
     is_slow = cell.compile != "none" and (cell.kind, cell.compile, cell.checkpointing) not in _KEPT
     return pytest.param(cell, id=",".join(cell), marks=[pytest.mark.slow] if is_slow else [])

@@ -128,7 +128,6 @@ TIMING = {"tokens_per_s", "step_time_s", "compile_time_s", "peak_memory_gib", "t
 def test_a_run_in_its_stable_phase_goes_on_bitwise_as_the_longer_run(pretrain: Run, tmp_path: Path) -> None:
     """After a kill: `make faults`."""
     common = ("schedule.kind=wsd", "schedule.decay_steps=3", "checkpoint.every_steps=4")
-    common += ("precision.kind=float8_rowwise", "precision.emulate=true")
     pretrain(*common, "num_tokens=10240", f"output_dir={tmp_path / 'long'}")
     pretrain(*common, "num_tokens=7168", f"output_dir={tmp_path / 'short'}")
     stable = tmp_path / "short" / "checkpoints" / "step-00000004"

@@ -110,7 +110,7 @@ def test_loss_and_gradients_are_those_of_two_models_of_transformers(
 def test_kinds_gathers_and_ranks_train_alike_and_the_export_loads_in_transformers(
     run_recipe: Run, tmp_path: Path
 ) -> None:
-    common = ("num_steps=6", "optimizer.lr=1e-3")
+    common = ("num_steps=4", "optimizer.lr=1e-3")
     int8 = (*common, "precision.kind=int8_rowcol", "precision.all_gather=low", "parallel.tensor=2")
     for name, keys, ranks in (("one", common, 1), ("four", int8, 4)):
         done = run_recipe(*keys, f"output_dir={tmp_path / name}", ranks=ranks, recipe="distill")

@@ -31,7 +31,8 @@ def _with_dropout(folder: Path, recipe: str) -> str:
 def _config(folder: Path, checkpoint: Path, source: Path) -> Path:
     return write_config(
         folder / "run.yaml", checkpoint, folder / "run",
-        data={"source": str(source), "seq_len": 192, "eval_fraction": 0.2}, export={"enabled": False},
+        data={"source": str(source), "chat_template": "none", "seq_len": 192, "eval_fraction": 0.2},
+        export={"enabled": False},
         num_steps=2, schedule={"warmup_steps": 1}, eval_every_steps=1, num_samples=4,
     )  # fmt: skip
 

@@ -20,7 +20,8 @@ def _is_frozen(name: str) -> bool:
     [
         ("none", 2, ("parallel.tensor=2",)),
         ("int8_rowcol", 2, ("compute_dtype=bfloat16",)),
-        ("int8_weight_only", 1, ("activation_checkpointing=full",)),
+        # The export of a resumed run of this kind is compared with its base below.
+        pytest.param("int8_weight_only", 1, ("activation_checkpointing=full",), marks=pytest.mark.slow),
     ],
 )
 def test_frozen_weights_are_exported_bitwise_and_have_no_moments(

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import warm
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny_recipe import write_config, write_preferences
 from tests.recipes.conftest import Run, differing, evaluations, losses, read_metrics, runner
 
@@ -21,7 +22,7 @@ def dpo_config(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     source = write_preferences(folder / "preferences.jsonl", 120)
     return write_config(
         folder / "dpo.yaml", tiny_checkpoint, folder / "whole",
-        data={"source": str(source), "seq_len": 192, "eval_fraction": 0.15},
+        data={"source": str(source), "chat_template": "none", "seq_len": 192, "eval_fraction": 0.15},
         optimizer={"lr": 1.0e-3}, schedule={"warmup_steps": 2}, num_steps=NUM_STEPS, eval_every_steps=4,
         global_batch_size=4, checkpoint={"every_steps": 3},
     )  # fmt: skip
@@ -49,7 +50,7 @@ def test_metrics_are_those_of_the_export_in_transformers(
     from lptune.data import load_tokenizer, prepare
 
     keys = yaml.safe_load(dpo_config.read_text())["data"]
-    tokenizer = load_tokenizer(tiny_checkpoint, None)
+    tokenizer = load_tokenizer(tiny_checkpoint, keys["chat_template"])
     _, held_out, _ = prepare(DataConfig(**keys), tokenizer, seed=0, vocab_size=10**6, preferences=True)
     assert held_out is not None
     log_p = {}
@@ -151,7 +152,8 @@ def test_the_reference_is_read_by_any_number_of_ranks_and_made_anew_if_it_does_n
     assert path.read_bytes() != first
 
 
-@pytest.mark.parametrize("loss", ["ipo", "orpo", pytest.param("simpo", marks=pytest.mark.slow)])
+# Their values: training/test_preference.py. `whole` is of a loss with a reference, as ipo is.
+@pytest.mark.parametrize("loss", slow_but(lambda loss: loss == "orpo", ["ipo", "orpo", "simpo"]))
 def test_other_losses_train_and_only_those_with_a_reference_keep_one(
     dpo: Run, tmp_path: Path, loss: str
 ) -> None:

@@ -41,7 +41,7 @@ def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(run_recipe: Run
 def test_each_recipe_trains_the_same_bits(recipe: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
     write, more = RECIPES[recipe]
     teacher = {"teacher": {"path": str(tiny_checkpoint)}} if recipe == "distill" else {}
-    data = {"source": str(write(tmp_path / "rows.jsonl", 160)), "seq_len": 192}
+    data = {"source": str(write(tmp_path / "rows.jsonl", 160)), "chat_template": "none", "seq_len": 192}
     precision = {"kind": "int8_rowcol", "shadow_every": 1}
     config = write_config(
         tmp_path / "own.yaml", tiny_checkpoint, tmp_path / "run", data=data, precision=precision,

@@ -27,7 +27,7 @@ from tests.helpers.tiny_recipe import make_teacher, write_config
 from tests.recipes.conftest import Run, differing, losses, refusal, runner, weights
 
 K = 16
-DATA = {"source": "builtin", "seq_len": 64, "eval_fraction": 0.1, "max_rows": 200}
+DATA = {"source": "builtin", "chat_template": "none", "seq_len": 64, "eval_fraction": 0.1, "max_rows": 200}
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_logits_that_do_not_fit_are_refused_in_one_line(
     for change, cause in (
         ("data.max_rows=190", "data.max_rows"),
         ("seed=3", "seed"),  # which decides the rows that data.eval_fraction holds out
-        ("data.chat_template=none", "data.chat_template"),
+        ("data.chat_template=null", "data.chat_template"),
     ):
         line = refused(change, no_teacher)
         assert f"was computed for other training documents (changed: {cause})" in line

@@ -126,8 +126,9 @@ def planted(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("fault", "ranks", "low_db", "high_db"),
+    # linear/steps/test_shadow.py counts what saturates and underflows.
     slow_but(
-        lambda fault, *_: fault in ("scale", "saturation"),
+        lambda fault, *_: fault == "scale",
         [
             # 16 times the output: the error is 15 times the signal.
             ("scale", 2, -23.6, -23.4),

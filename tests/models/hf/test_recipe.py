@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lptune import distributed, models
+from lptune import distributed
 from lptune.base.errors import UserError
 from lptune.cli import preflight, recipe
 from lptune.config import FinetuneConfig, PrecisionConfig, load_config
 from lptune.inference import load_model
-from lptune.plan.dry_run import dry_run
 from tests.helpers import hf_types
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
@@ -117,22 +116,21 @@ def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
     base = str(bases["qwen3_moe"])
     with Ranks(2) as ranks:
         for name, more in (
-            ("low", ["precision.all_gather=low"]),
-            ("high", ["precision.all_gather=high"]),
+            # Its checks and its recomputation are to change no bit, either.
             (
-                "shadow",
+                "low",
                 ["precision.all_gather=low", "precision.shadow_every=3", "activation_checkpointing=full"],
             ),
+            ("high", ["precision.all_gather=high"]),
             ("of_one", [f"resume={runs['qwen3_moe'] / half_way}"]),
         ):
             ranks.run(_on_rank, 2, base, str(tmp_path), name, *more)
     found = losses(tmp_path / "low")
     assert losses(tmp_path / "high") == found  # bit for bit
-    assert losses(tmp_path / "shadow") == found
-    for check in read_lines(tmp_path / "shadow" / "shadow.jsonl"):
+    for check in read_lines(tmp_path / "low" / "shadow.jsonl"):
         assert list(check["routing"]) == [f"model.layers.{number}.mlp.experts" for number in range(4)]
         assert all(0.5 < share <= 1 for share in check["routing"].values())  # by chance: 1 of 28
-        row = read_metrics(tmp_path / "shadow")[check["step"] - 1]
+        row = read_metrics(tmp_path / "low")[check["step"] - 1]
         assert row["shadow_worst_routing_agreement"] == min(check["routing"].values())
     alone = losses(runs["qwen3_moe"])
     first, of_alone = read_metrics(tmp_path / "low")[0], read_metrics(runs["qwen3_moe"])[0]
@@ -144,41 +142,13 @@ def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
 
 
 def test_recomputation_changes_no_bit(bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
-    for kind in ("gpt_oss", "lfm2_moe"):
-        for mode in ("full", "selective"):
-            name = f"{kind}-{mode}"
-            again = _train(bases[kind], tmp_path, name, f"activation_checkpointing={mode}", "num_steps=3")
-            assert losses(again) == losses(runs[kind])[:3]
+    """Qwen3's with full recomputation: above, on two ranks."""
+    for kind, mode in (("gpt_oss", "selective"), ("lfm2_moe", "full")):
+        again = _train(bases[kind], tmp_path, kind, f"activation_checkpointing={mode}", "num_steps=3")
+        assert losses(again) == losses(runs[kind])[:3]
 
 
 def test_what_such_a_model_cannot_do_is_one_line(bases: dict[str, Path], tmp_path: Path) -> None:
     config = write_config(tmp_path / "c.yaml", bases["lfm2_moe"], tmp_path / "run")
     with pytest.raises(UserError, match=r"set parallel\.tensor=1"):  # before rows are prepared
         preflight.check_models(load_config(FinetuneConfig, config, ["parallel.tensor=2"]))
-
-
-def test_a_large_mixture_is_planned(tmp_path: Path) -> None:
-    """Qwen3-30B-A3B on 8 GPUs: nearly all FLOPs are in 8 bits, and gathers take half of bfloat16's bytes."""
-    sizes = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-    }
-    hf_types.config("qwen3_moe", **sizes).save_pretrained(tmp_path)
-    facts = models.read_config(tmp_path)
-    config = write_config(tmp_path / "c.yaml", tmp_path, tmp_path / "run")
-    rows = ("data.seq_len=4096", "micro_batch_size=1", "global_batch_size=8", "device=auto")
-    cfg = load_config(FinetuneConfig, config, [*COMMON, *rows, "compute_dtype=bfloat16"])
-    found = dry_run(cfg, facts, world_size=8)
-    assert found.num_parameters == 30_532_122_624  # as published
-    low = sum(3 * layer.flops_per_gemm for layer in found.plan.converted)
-    assert low / found.plan.flops_per_token > 0.85
-    gathered = found.collectives.num_bytes(operation="all_gather")
-    assert gathered < 0.56 * 2 * 2 * found.num_parameters  # of bfloat16, in forward and in backward

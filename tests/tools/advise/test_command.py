@@ -54,7 +54,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command: Command) -> None:
-    code, out, err = command("advise", *SMALL, "--seconds", "20")
+    code, out, err = command("advise", *SMALL, "--seconds", "5")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     ranked = re.findall(r"^(\w+) +([\d.]+ m?s) +([\d.]+)x", out, re.MULTILINE)
@@ -149,6 +149,7 @@ def test_a_gpu_that_is_not_here_is_predicted_and_said_to_be(command: Command) ->
     assert command("validate", "my.yaml")[0] == 0
 
 
+@pytest.mark.slow  # tests/benchmarks/test_predict.py predicts it by the same functions
 def test_a_prediction_is_the_one_of_the_benchmark(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/gpu.md: 1B with 16k tokens in rows of 4096, int8_rowcol 1.13x and float8_rowwise 1.04x to
     1.09x of bf16 on an H200.
