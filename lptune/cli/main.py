@@ -137,11 +137,24 @@ def fail(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("train", "finetune", "fine-tune", "sft", "tune"), "run full_finetune --config CONFIG"),
+    "pretrain": "run continued_pretrain --config CONFIG",
+    "dpo": "run full_dpo --config CONFIG",
+    **dict.fromkeys(("chat", "generate", "inference"), "run generate --config generation model.path=FOLDER"),
+    **dict.fromkeys(("eval", "evaluate"), "run evaluate --config evaluation model.path=FOLDER"),
+    "serve": "export RUN FOLDER, and docs/export.md for servers",
+}
+"""A command of other tools -> what does it here."""
+
+
 def _usage_line(error: click.UsageError) -> str:
     """click's message, with the nearest command for a misspelt one, and how to get help."""
     message = error.format_message().rstrip(".")
     misspelt = re.fullmatch(r"No such command '(.*)'", message)
-    if misspelt:
+    if misspelt and (here := _ELSEWHERE.get(misspelt[1])):
+        message += f"; here that is: lptune {here}"
+    elif misspelt:
         message += closest(misspelt[1], cli.commands)
     return f"{message}; see `{error.ctx.command_path if error.ctx else 'lptune'} --help`"
 

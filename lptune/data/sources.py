@@ -15,6 +15,7 @@ read whole. A line has at most MAX_ROW_BYTES: what has more is no row.
 
 import codecs
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -181,15 +182,16 @@ def _json_list(source: str, rows: Iterable[Any], bad: BadRows) -> Iterator[Row]:
 
 def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(_lines(source, path), strict=True)
+    lines = _lines(source, path)
+    first = next(lines)
+    # Spreadsheets of many languages, whose numbers have commas, separate fields by semicolons.
+    separator = next((mark for mark in (",", ";", "\t", "|") if mark in first), ",")
+    reader = csv.reader(itertools.chain([first], lines), delimiter=separator, strict=True)
     try:
         header = next(reader)
     except csv.Error as error:
         raise UserError(f"{source} line {reader.line_num}: not CSV: {error}") from None
     names = [name.strip() for name in header]
-    other = next((mark for mark in (";", "\t", "|") if mark in names[0]), None) if len(names) == 1 else None
-    if other is not None:
-        raise UserError(f"{source} line 1: the fields are separated by {other!r}; save the file with commas")
     repeated = sorted({name for name in names if names.count(name) > 1 or not name})
     if repeated:
         raise UserError(
@@ -212,7 +214,10 @@ def _read_csv(source: str, path: Path, bad: BadRows) -> Iterator[Row]:
         else:
             bad.add(
                 place,
-                RowError(f"has {len(fields)} fields, the header has {len(names)}; check commas and quotes"),
+                RowError(
+                    f"has {len(fields)} fields, the header has {len(names)}; check quotes and each "
+                    f"{separator!r}, which separates the fields of the header"
+                ),
             )
 
 

@@ -6,6 +6,7 @@ compilation.py              torch.compile: its time and its caches
 parallelize.py              the order: tensor parallelism, checkpointing, compilation, FSDP2 (not on one rank)
 tensor_parallel.py          how a module and a model are cut over the axis `tensor`
 activation_collectives.py   the collectives on activations, each with its gradient
+same_products.py            does every rank multiply alike? before a run
 shards.py                   which part of a tensor this rank holds
 collective_counts.py        counts the collectives that execute; compares those of a first step with the plan
 """
@@ -30,6 +31,7 @@ from lptune.distributed.parallelize import (
     sync_gradients,
     uses_fsdp,
 )
+from lptune.distributed.same_products import check_products
 from lptune.distributed.session import World, session
 from lptune.distributed.shards import (
     Piece,
@@ -82,6 +84,7 @@ __all__ = [
     "axis_names",
     "blocks_are_whole",
     "check_compiler",
+    "check_products",
     "checkpoint_activations",
     "compile_forward",
     "cut_dims",

@@ -10,7 +10,7 @@ from lptune.base import progress
 from lptune.base.errors import UserError
 from lptune.base.files import read_object
 from lptune.config import RunConfig
-from lptune.distributed import World, check_compiler, describe_mesh
+from lptune.distributed import World, check_compiler, check_products, describe_mesh
 from lptune.hardware.host_memory import available_bytes
 from lptune.kernels import emulated_bfloat16
 from lptune.linear import Plan
@@ -23,11 +23,13 @@ _FEW_STEPS = 5
 
 def check_settings(cfg: RunConfig, world: World) -> None:
     """Raises UserError for errors that can be found without a file: an extra or a compiler that is not
-    installed, batches that cannot be divided among the ranks.
+    installed, batches that cannot be divided among the ranks, a rank whose device multiplies otherwise than
+    those of the others. A collective.
     """
     check_logging(cfg.logging)
     check_compiler(cfg.compile)
     cfg.check_ranks(world.size)
+    check_products(world)
 
 
 def describe_run(

@@ -403,6 +403,7 @@ TOY = "toy.py --config toy.yaml"
 TINY = "--config llama3_2/1b --preset llama3_2/tiny data.source=builtin data.seq_len=32"
 # fmt: off
 COMMANDS: list[tuple[str, str]] = [
+    ("chat", "No such command 'chat'; here that is: lptune run generate --config generation model.path=FOLDER"),
     ("rn", "No such command 'rn' | Did you mean 'run' | `lptune --help`"),
     *((usage, "") for usage in ("--vresion", "cat", "cp full_finetune", "ls more", "validate --recip x", "data")),
     # --- names

@@ -1,0 +1,58 @@
+"""A rank whose device multiplies wrongly is named before it trains."""
+
+import socket
+from unittest import mock
+
+import pytest
+import torch
+
+from lptune import distributed
+from lptune.base.errors import UserError
+from tests.helpers.ranks import Ranks
+
+
+def _said(rank: int, num_ranks: int, wrong: list[int]) -> str:
+    multiply = torch._int_mm
+
+    def with_a_flipped_bit(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = multiply(a, b)
+        product[5, 7] ^= 1 << rank
+        return product
+
+    with distributed.session("cpu") as world:
+        if rank in wrong:
+            with mock.patch.object(torch, "_int_mm", with_a_flipped_bit), pytest.raises(UserError) as told:
+                distributed.check_products(world)
+            return str(told.value)
+        try:
+            distributed.check_products(world)
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "wrong", "named"),
+    [(3, [], []), (3, [2], [2]), (2, [1], [0, 1]), pytest.param(4, [0, 3], [0, 3], marks=pytest.mark.slow)],
+)
+def test_ranks_with_other_bits_than_most_are_named_on_all(
+    num_ranks: int, wrong: list[int], named: list[int], ranks: Ranks
+) -> None:
+    told = set(ranks.run(_said, num_ranks, wrong))
+    assert len(told) == 1
+    (text,) = told
+    who = ", ".join(f"{rank} ({socket.gethostname()})" for rank in named)
+    assert text.startswith(f"rank{'s' * (len(named) > 1)} {who}: an exact product" if named else "")
+    assert bool(text) == bool(named)
+
+
+def test_the_product_is_exact_and_no_value_is_left_out() -> None:
+    index = torch.arange(128 * 128, dtype=torch.int64)
+    values = ((index * 40504) % 255 - 127).view(128, 128)
+    assert values.min() == -127
+    assert values.max() == 127
+    product = (values @ values.t()).flatten()
+    from lptune.distributed import same_products
+
+    expected = int((product * (index % 8191 + 1)).sum()) % (2**31 - 1)
+    assert same_products._digest(torch.device("cpu")) == expected
