@@ -1,14 +1,19 @@
-"""Before a run: does every rank multiply alike?
+"""Before a run: does every rank multiply alike, and as fast as the others?
 
 A GPU with a defect may compute wrong numbers without an error. Its gradients are then averaged into all
 others, and the loss tells nothing for a long time. A product of INT8 matrices in INT32 is exact, so it has
 the same bits on every sound device, of any make. Each rank computes one that keeps the whole device busy for
 an instant, and all compare a digest of it. A defect that shows rarely, or only when the device is hot, is not
 found so.
+
+A step takes as long as on its slowest rank: a GPU that is hot, throttled or shared with another job slows all
+down. So the same product is timed on GPUs, and those that take longer than the median are named.
 """
 
 import socket
+import statistics
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,35 +22,68 @@ from lptune.distributed.session import World
 
 _SIZE, _CPU_SIZE = 4096, 128
 _MODULUS = 2**31 - 1
+_ROUNDS = 50
+_SLOW = 1.2
 
 
 def check_products(world: World) -> None:
-    """Raises UserError with the ranks, and their machines, whose product differs from that of most others. A
-    collective; one rank has nothing to compare.
+    """Raises UserError with the ranks, and their machines, whose product differs from that of most others;
+    prints those whose GPU is slow. A collective; one rank has nothing to compare.
     """
     if world.size == 1:
         return
-    told = world.gather([socket.gethostname(), _digest(world.device)])
-    by_digest = Counter(digest for _, digest in told)
+    told = world.gather([socket.gethostname(), *_product(world.device)])
+    check(told)
+    for line in slow(told):
+        world.print(line)
+
+
+def check(told: Sequence[tuple[str, int, float]]) -> None:
+    """Raises UserError as `check_products` does. told: of each rank machine, digest and milliseconds."""
+    by_digest = Counter(digest for _, digest, _ in told)
     if len(by_digest) == 1:
         return
     (usual, count), (_, next_count) = by_digest.most_common(2)
     is_known = count > next_count
-    wrong = [
-        f"{rank} ({host})" for rank, (host, digest) in enumerate(told) if digest != usual or not is_known
-    ]
+    wrong = {rank: host for rank, (host, digest, _) in enumerate(told) if digest != usual or not is_known}
     raise UserError(
-        f"rank{'s' * (len(wrong) > 1)} {', '.join(wrong[:8])}{', …' * (len(wrong) > 8)}: an exact product of "
-        f"INT8 matrices has other bits than "
-        f"{f'on {count} of {world.size} ranks' if is_known else 'on each other'}: a device is faulty; leave "
+        f"{_names(wrong)}: an exact product of INT8 matrices has other bits than "
+        f"{f'on {count} of {len(told)} ranks' if is_known else 'on each other'}: a device is faulty; leave "
         "it out, and test it before it is used again"
     )
 
 
-def _digest(device: torch.device) -> int:
+def slow(told: Sequence[tuple[str, int, float]]) -> Iterator[str]:
+    """A line if devices were slower than the median by more than a fifth. told: as of `check`."""
+    median = statistics.median(ms for _, _, ms in told)
+    found = {rank: host for rank, (host, _, ms) in enumerate(told) if ms > _SLOW * median}
+    if found:
+        worst = max(ms for _, _, ms in told) / median
+        yield (
+            f"note: {_names(found)}: a GPU multiplies {worst:.1f} times as long as the median, and each step "
+            "waits for it; is it hot, throttled, or shared?"
+        )
+
+
+def _names(ranks: Mapping[int, str]) -> str:
+    shown = [f"{rank} ({host})" for rank, host in ranks.items()][:8]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}{', …' * (len(ranks) > 8)}"
+
+
+def _product(device: torch.device) -> tuple[int, float]:
+    """A digest of the product, and on a GPU the milliseconds of one of several."""
     size = _CPU_SIZE if device.type == "cpu" else _SIZE
     index = torch.arange(size * size, dtype=torch.int32, device=device)
     values = ((index * 40504) % 255 - 127).to(torch.int8).view(size, size)
     product = torch._int_mm(values, values.t()).to(torch.int64).flatten()
     # Sums of INT64 wrap, and do so alike in any order.
-    return int((product * (index.to(torch.int64) % 8191 + 1)).sum()) % _MODULUS
+    digest = int((product * (index.to(torch.int64) % 8191 + 1)).sum()) % _MODULUS
+    if device.type == "cpu":  # where ranks share the cores
+        return digest, 0.0
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (begin, end):
+        for _ in range(_ROUNDS):  # those before `begin` warm up
+            torch._int_mm(values, values.t())
+        event.record()
+    torch.cuda.synchronize(device)
+    return digest, begin.elapsed_time(end) / _ROUNDS

@@ -8,6 +8,7 @@ import torch
 
 from lptune import distributed
 from lptune.base.errors import UserError
+from lptune.distributed import same_products
 from tests.helpers.ranks import Ranks
 
 
@@ -46,13 +47,19 @@ def test_ranks_with_other_bits_than_most_are_named_on_all(
     assert bool(text) == bool(named)
 
 
+def test_a_slow_gpu_is_named_and_the_spread_of_sound_ones_is_not() -> None:
+    usual = [("a", 1, ms) for ms in (1.0, 1.1, 0.9, 1.15)]
+    assert list(same_products.slow(usual)) == []
+    assert list(same_products.slow([("a", 1, 0.0)] * 3)) == []  # CPUs, which are not timed
+    (line,) = same_products.slow([*usual, ("b", 1, 2.1)])
+    assert line.startswith("note: rank 4 (b): a GPU multiplies 1.9 times as long as the median")
+
+
 def test_the_product_is_exact_and_no_value_is_left_out() -> None:
     index = torch.arange(128 * 128, dtype=torch.int64)
     values = ((index * 40504) % 255 - 127).view(128, 128)
     assert values.min() == -127
     assert values.max() == 127
     product = (values @ values.t()).flatten()
-    from lptune.distributed import same_products
-
     expected = int((product * (index % 8191 + 1)).sum()) % (2**31 - 1)
-    assert same_products._digest(torch.device("cpu")) == expected
+    assert same_products._product(torch.device("cpu")) == (expected, 0.0)
