@@ -34,6 +34,7 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "optimizer.kind": "adamw_8bit",
     "optimizer.momentum": "0.5",
     "optimizer.master": "none",
+    "parallel.reduce_dtype": "int8",
     "precision.output": "high",
     "precision.grad_input": "high",
     "precision.grad_weight": "high",
