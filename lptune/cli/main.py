@@ -151,10 +151,10 @@ _ELSEWHERE = {
 def _usage_line(error: click.UsageError) -> str:
     """click's message, with the nearest command for a misspelt one, and how to get help."""
     message = error.format_message().rstrip(".")
-    misspelt = re.fullmatch(r"No such command '(.*)'", message)
+    misspelt = re.match(r"No such command '(.*?)'", message)
     if misspelt and (here := _ELSEWHERE.get(misspelt[1])):
-        message += f"; here that is: lptune {here}"
-    elif misspelt:
+        message = f"{misspelt[0]}; here that is: lptune {here}"
+    elif misspelt and misspelt[0] == message:  # click has not named the nearest one itself
         message += closest(misspelt[1], cli.commands)
     return f"{message}; see `{error.ctx.command_path if error.ctx else 'lptune'} --help`"
 

@@ -272,7 +272,7 @@ RUNS: list[tuple[Damage, str]] = [
     (write("rows.jsonl", b""), "rows.jsonl: is empty | give data.source rows to train on"),
     (line(57, lambda text: text[:20]), "rows.jsonl line 57: not valid JSON: | column | fix the line (or set"),
     (keys({"data.source": "rows.csv"}, write("rows.csv", "prompt,response\nWhat?,2\nSay yes, please,yes\n")),
-     "rows.csv line 3: has 3 fields, the header has 2 | check commas and quotes"),
+     "rows.csv line 3: has 3 fields, the header has 2 | check quotes and each ','"),
     # --- rows
     (line(57, lambda text: b'{"prompt": "x"}'), "rows.jsonl line 57: has no column | on_bad_row=skip"),
     (rows(lambda each: dict(zip("qa", each.values(), strict=True))), "rows.jsonl: cannot tell | set data.prompt_"),
