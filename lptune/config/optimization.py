@@ -38,8 +38,8 @@ class OptimizerConfig:
 
     kind: str = "adamw"
     """adamw | adamw_bf16 | adamw_8bit: AdamW whose two moments are stored in float32, or (of matrices of
-    4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; muon: moves
-    a matrix as far in each direction as AdamW does in a few (AdamW for embedding, head, norms); sgd."""
+    4,096 elements or more) in bfloat16, or in 8 bits with a scale for each 128 elements of a row; muon: the
+    momentum of a matrix with all singular values made about 1, and AdamW for the rest; sgd."""
     master: str = "float32"
     """float32 | none: what an update changes. none: bfloat16 weights without a float32 copy, rounded
     stochastically, with bfloat16 gradients: 4 bytes a parameter less than 8 (docs/optimizers.md)."""

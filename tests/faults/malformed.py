@@ -136,7 +136,7 @@ DATA: dict[str, tuple[str, bytes]] = {
     "json deep": ("r.json", b"[" * 99_999),
     "json conversation": ("r.json", json.dumps(GOOD_CHAT).encode()),
     "csv header only": ("r.csv", b"prompt,response\n"),
-    "csv semicolons": ("r.csv", b"prompt;response\nx;y\n"),
+    "csv another separator": ("r.csv", b"prompt;response\nx,y\n"),
     "csv open quote": ("r.csv", b'prompt,response\n"x,y\n'),
     "csv too many": ("r.csv", b"prompt,response\nx,y,z\n"),
     "csv doubled name": ("r.csv", b"prompt,prompt\nx,y\n"),
