@@ -339,7 +339,14 @@ class RunConfig:
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises UserError if `num_ranks` ranks cannot share the work, as far as the config alone tells."""
-        mesh_axes(self.parallel, num_ranks)
+        axes = mesh_axes(self.parallel, num_ranks)
+        reduces = self.parallel.reduce_dtype
+        if axes["fsdp"] == 1 and axes.get("replicate", 1) > 1 and reduces != "float32":
+            raise UserError(
+                f"parallel.reduce_dtype: {reduces} is for gradients of weights that are sharded, and with "
+                f"parallel.replicate={self.parallel.replicate} each of {num_ranks} ranks has them whole; set "
+                "parallel.replicate=1, or reduce_dtype=float32"
+            )
         num_data_ranks = num_ranks // self.parallel.tensor
         check_batches(self.global_batch_size, self.micro_batch_size, num_data_ranks)
         share = self.global_batch_size // num_data_ranks

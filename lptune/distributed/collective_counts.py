@@ -148,6 +148,7 @@ def verify_collectives(
     # Otherwise FSDP would not gather again what an evaluation left gathered, and the count would miss it.
     for each in models.values():
         reshard(each)
+    num_reductions = linear.num_narrow_reductions(model)
     with record_collectives(mesh) as executed:
         yield
     if mesh.size() > 1:
@@ -163,12 +164,10 @@ def verify_collectives(
         if (each.operation, each.axis) == ("all_gather", linear.FSDP_AXIS)
     }
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-    linear.verify_gathers(planned, weights, sizes.get(linear.FSDP_AXIS, 1))
-    linear.verify_reductions(
-        model,
-        executed.num_calls(operation="all_to_all", axis=linear.FSDP_AXIS),
-        executed.num_calls(operation="reduce_scatter", axis=linear.FSDP_AXIS),
-    )
+    num_ranks = sizes.get(linear.FSDP_AXIS, 1)
+    linear.verify_gathers(planned, weights, num_ranks)
+    num_float32 = executed.num_calls(operation="reduce_scatter", axis=linear.FSDP_AXIS)
+    linear.verify_reductions(model, num_reductions, num_float32, num_ranks)
     num_tokens = executed.num_calls(operation="all_gather", axis="tensor", dtype="uint8")
     linear.verify_token_gathers(model, num_tokens)
 

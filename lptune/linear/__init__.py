@@ -39,7 +39,7 @@ from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_we
 from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_float32_group, padded_numel
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
-from lptune.linear.weights.reduce_scatter import narrow_reductions, reduce_narrowly
+from lptune.linear.weights.reduce_scatter import num_narrow_reductions, reduce_narrowly
 from lptune.linear.weights.row_tensor import RowTensor
 from lptune.linear.weights.stored import INT8_SCALE, fill_stored, is_stored_in_place, stored_beside
 
@@ -77,9 +77,9 @@ __all__ = [
     "is_stored_in_place",
     "kinds",
     "local_part",
-    "narrow_reductions",
     "native_kinds",
     "note_float32_group",
+    "num_narrow_reductions",
     "on_this_rank",
     "padded_numel",
     "placed_as",

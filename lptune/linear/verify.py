@@ -52,7 +52,7 @@ from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.groups import fsdp_groups, padded_numel
 from lptune.linear.weights.master_weight import is_master, num_gathering_ranks, planned_bytes
-from lptune.linear.weights.reduce_scatter import narrow_reductions
+from lptune.linear.weights.reduce_scatter import num_narrow_reductions
 
 
 class PrecisionNotAppliedError(RuntimeError):
@@ -454,24 +454,24 @@ def verify_gathers(
         )
 
 
-def verify_reductions(model: nn.Module, num_exchanges: int, num_float32: int) -> None:
-    """Raises PrecisionNotAppliedError unless all groups that reduce in parallel.reduce_dtype did so equally
-    often, and no other one.
+def verify_reductions(model: nn.Module, before: Mapping[str, int], num_float32: int, num_ranks: int) -> None:
+    """Raises PrecisionNotAppliedError unless every trained group that reduces in parallel.reduce_dtype did so
+    since `before`, of `num_narrow_reductions`, and no other one reduced.
 
-    num_exchanges: the all-to-alls over FSDP's axis. num_float32: the reduce-scatters there. On one rank there
-    are none of either.
+    num_float32: the reduce-scatters over FSDP's axis since then. num_ranks: on that axis. On one rank FSDP
+    reduces nothing.
     """
-    names = {name for name, _ in narrow_reductions(model)}
-    if not names or not num_exchanges + num_float32:
+    after = num_narrow_reductions(model)
+    if not after or num_ranks == 1:
         return
     groups = [group for group in fsdp_groups(model) if any(p.requires_grad for p in group.parameters)]
-    planned = [group.name for group in groups if group.name in names and not group.in_float32]
-    in_float32 = any(group.in_float32 for group in groups)
-    if num_exchanges == 0 or num_exchanges % len(planned) or (num_float32 and not in_float32):
+    narrow = [group.name for group in groups if group.name in after and not group.in_float32]
+    missing = [name for name in narrow if after[name] == before[name]]
+    if missing or (num_float32 and not any(group.in_float32 for group in groups)):
         raise PrecisionNotAppliedError(
-            f"the step did not reduce gradients as planned: {num_exchanges} all-to-alls and {num_float32} "
-            f"reduce-scatters ran, where {len(planned)} groups should each exchange equally often, and "
-            f"{'those in float32 reduce' if in_float32 else 'none reduce'}"
+            f"the step did not reduce gradients as planned: {num_float32} reduce-scatters ran, and "
+            f"{len(narrow) - len(missing)} of {len(narrow)} groups reduced in parallel.reduce_dtype"
+            + (f"; {missing[0] or 'the model'} did not" if missing else "")
         )
 
 

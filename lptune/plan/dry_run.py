@@ -44,7 +44,6 @@ from lptune.plan.repeated_blocks import Blocks, Repeated, leave_out
 from lptune.training import muon
 from lptune.training.in_backward import UpdateInBackward, build_update
 from lptune.training.listed import ListsMoments
-from lptune.training.muon import Muon
 from lptune.training.optimizer import build_optimizer
 from lptune.training.planned import PlannedStep
 
@@ -306,7 +305,7 @@ def _run_steps(
             log.repeat(times, update.norm_of)
         begin("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
-        if isinstance(optimizer, Muon) and not cfg.optimizer.in_backward:
+        if isinstance(optimizer, muon.Muon) and not cfg.optimizer.in_backward:
             _count_exchanges(log.collectives, optimizer, times)
         total.update(log.collectives)
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
@@ -320,7 +319,7 @@ def _run_steps(
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
 
 
-def _count_exchanges(counted: Collectives, optimizer: Muon, times: Mapping[nn.Parameter, int]) -> None:
+def _count_exchanges(counted: Collectives, optimizer: muon.Muon, times: Mapping[nn.Parameter, int]) -> None:
     """Replaces the all-to-alls of the blocks that ran by those of the whole model, which turns of other
     matrices share.
     """

@@ -139,15 +139,15 @@ def parts(
             "weights", layer_ms(_weight_bytes(kind, entries, weights, head) * (kind != "none" or width == 4))
         ),
         Part("norm and clipping", _same(1e3 * 3 * width * parameters / bandwidth)),
-        Part("AdamW", _same(1e3 * update_traffic(optimizer) * parameters / (bandwidth * ADAMW))),
+        Part(
+            "Muon" if optimizer.kind == "muon" else "AdamW",
+            _same(1e3 * update_traffic(optimizer) * parameters / (bandwidth * ADAMW)),
+        ),
     ]
     if optimizer.kind == "muon":
         shapes = (each.sizes[1:] for each in entries if each.phase == "forward" and each.sizes)
         products = n * sum(muon.flops(*shape) for shape in shapes)
-        of_an_update[-1:] = [
-            Part("Muon", _same(of_an_update[-1].ms[0])),
-            Part("products of Muon", _same(1e3 * products / (BF16 * scale.bf16))),
-        ]
+        of_an_update.append(Part("products of Muon", _same(1e3 * products / (BF16 * scale.bf16))))
     return [
         *(Part(name, per_pass(ms)) for name, ms in of_a_pass),
         *(Part(name, per_step(ms)) for name, ms in of_an_update),

@@ -14,7 +14,7 @@ The averages are a third moment of the optimizer: sharded as the weights are, st
 `lptune plan`, kept to the bit in a step that is skipped. Nothing in training reads them.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,6 +82,25 @@ class MomentsOfAdamW(ListsMoments):
             if keys(theirs) != ours and all(f"{key}/{name}" in saved for key in keys(theirs)):
                 return theirs
         return None
+
+
+def adamw_for(outer: torch.optim.Optimizer, **options: Any) -> torch.optim.AdamW:
+    """torch's fused AdamW for some of the parameters of `outer`, by `step_for`. options: lr, betas, eps."""
+    return torch.optim.AdamW([dict(group) for group in outer.param_groups], **options, fused=True)
+
+
+def step_for(outer: torch.optim.Optimizer, parameters: Container[Tensor], inner: torch.optim.AdamW) -> None:
+    """One update of those of the `parameters` that have a gradient, by `inner`, with the state, the groups
+    and `found_inf` of `outer`.
+    """
+    inner.state = outer.state
+    inner.found_inf = getattr(outer, "found_inf", None)  # type: ignore[attr-defined]
+    inner.param_groups = [
+        {**inner.defaults, **group, "params": [p for p in group["params"] if p in parameters]}
+        for group in outer.param_groups
+    ]
+    inner.step()
+    inner.found_inf = None  # type: ignore[attr-defined]
 
 
 class AdamW(MomentsOfAdamW, torch.optim.AdamW):

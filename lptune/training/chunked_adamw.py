@@ -41,7 +41,7 @@ from lptune.distributed import first_column, local_rows, on_this_rank
 from lptune.kernels import quantize_weight_rows, round_to_bfloat16, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import random_key
-from lptune.training.adamw import MomentsOfAdamW
+from lptune.training.adamw import MomentsOfAdamW, adamw_for, step_for
 from lptune.training.moments import MOMENTS, RandomBits, Storage, keys, new_state, storages
 
 # Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
@@ -67,7 +67,7 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         self._names, self._seed = names, seed
         self._kind = kind
         self._plain_ones = {p for group in groups for p in group["params"] if self._is_plain(p)}
-        self._plain = torch.optim.AdamW([dict(group) for group in self.param_groups], **options, fused=True)
+        self._plain = adamw_for(self, **options)
 
     def storages(self, parameter: nn.Parameter) -> tuple[Storage, Storage]:
         """How the moments of `parameter` are stored: as optimizer.kind says, if it is large."""
@@ -82,14 +82,7 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         """One update of all parameters that have a gradient; none where `found_inf` is 1."""
         assert closure is None, "a closure is not supported"
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        plain = self._plain
-        plain.state, plain.found_inf = self.state, found_inf  # type: ignore[attr-defined]
-        plain.param_groups = [
-            {**plain.defaults, **group, "params": [p for p in group["params"] if p in self._plain_ones]}
-            for group in self.param_groups
-        ]
-        plain.step()
-        plain.found_inf = None  # type: ignore[attr-defined]
+        step_for(self, self._plain_ones, self._plain)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._plain_ones:

@@ -27,7 +27,7 @@ A weight that stacks several matrices (experts; q, k, v or gate, up that are fus
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from lptune.distributed import on_this_rank, planned_fused_rows
 from lptune.kernels import type_of
 from lptune.linear import FSDP_AXIS, plain_rows
 from lptune.models import Backbone
+from lptune.training.adamw import adamw_for, step_for
 from lptune.training.listed import ListsMoments
 
 MOMENTUM = 0.95
@@ -72,7 +73,6 @@ class Muon(ListsMoments, torch.optim.Optimizer):
     """Muon over float32 matrices, sharded by rows or not, and AdamW over all other parameters."""
 
     SKIPS_BY_FOUND_INF = True
-    MATRIX_MOMENTS: ClassVar[tuple[str, ...]] = (_BUFFER,)
 
     def __init__(
         self,
@@ -86,11 +86,12 @@ class Muon(ListsMoments, torch.optim.Optimizer):
         super().__init__(groups, options)
         self.stacked = stacked
         """The matrices, each with the rows of those that it stacks."""
-        self._adamw = torch.optim.AdamW([dict(group) for group in self.param_groups], **options, fused=True)
+        self._others = {p for group in groups for p in group["params"] if p not in stacked}
+        self._adamw = adamw_for(self, **options)
 
     def moment_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The momentum of a matrix, the two moments of AdamW of others."""
-        return self.MATRIX_MOMENTS if parameter in self.stacked else self.MOMENTS
+        return (_BUFFER,) if parameter in self.stacked else self.MOMENTS
 
     def _counted(self, parameter: nn.Parameter, num_updates: int) -> dict[str, Tensor]:
         return {} if parameter in self.stacked else super()._counted(parameter, num_updates)
@@ -101,15 +102,7 @@ class Muon(ListsMoments, torch.optim.Optimizer):
         assert closure is None, "a closure is not supported"
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         is_updated: Tensor | float = 1.0 if found_inf is None else 1 - found_inf
-        others = self._adamw
-        others.state, others.found_inf = self.state, found_inf  # type: ignore[attr-defined]
-        others.param_groups = [
-            {**others.defaults, **group, "params": [p for p in group["params"] if p not in self.stacked]}
-            for group in self.param_groups
-        ]
-        others.step()
-        others.found_inf = None  # type: ignore[attr-defined]
-
+        step_for(self, self._others, self._adamw)
         group_of = {
             p: group
             for group in self.param_groups

@@ -511,6 +511,10 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan --config llama3_2/1b --world-size 0", "--world-size"),
     ("plan --config llama3_2/1b --world-size 7 parallel.tensor=2", "tensor=2 needs a multiple of 2"),
     ("plan --config llama3_2/1b --world-size 8 parallel.replicate=3", "a multiple of 3 ranks, found 8"),
+    (
+        "plan --config llama3_2/1b --world-size 2 parallel.replicate=2 parallel.reduce_dtype=int8",
+        "parallel.reduce_dtype: int8 is for gradients of weights that are sharded | set parallel.replicate=1",
+    ),
     ("plan --config llama3_2/1b --preset llama3_2/2b", "--preset: no such family and size: llama3_2/2b"),
     ("plan --config llama3_2/1b device=cpu parallel.cpu_offload=true", "parallel.cpu_offload: | set it to false"),
     ("plan --config llama3_2/1b --device h100-pcle", "--device: unknown device | 'h100-pcie'? | h100-nvl"),

@@ -1,5 +1,6 @@
 """parallel.reduce_dtype: the mean over ranks within the rounding of one exchange; what runs is checked."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,7 @@ def _trained(rank: int, num_ranks: int, replicate: int) -> dict[str, Any]:
             found[dtype], found[f"{dtype}, line"] = _gradients(run)
         found["again"], _ = _gradients(run)
         found["other step"], _ = _gradients(run, key_of=3)
+        found["beside others"], _ = _gradients(run, also=_exchange_as_muon_does)
         block = next(iter(run.model.blocks))  # reduces as FSDP does by itself
         block.set_custom_reduce_scatter(DefaultReduceScatter())
         with pytest.raises(PrecisionNotAppliedError, match="did not reduce gradients as planned"):
@@ -110,14 +112,29 @@ def _trained(rank: int, num_ranks: int, replicate: int) -> dict[str, Any]:
     return found
 
 
-def _gradients(run: TinyRun, key_of: int = 0) -> tuple[dict[str, Tensor], str]:
-    """Those of the first step's rows, and the line of its collectives. key_of: step of the random bits."""
+def _exchange_as_muon_does(run: TinyRun) -> None:
+    """In backward: optimizer.in_backward."""
+    group = run.world.mesh.get_group("fsdp")
+    dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)
+
+
+def _nothing(run: TinyRun) -> None:
+    pass
+
+
+def _gradients(
+    run: TinyRun, key_of: int = 0, also: Callable[[TinyRun], None] = _nothing
+) -> tuple[dict[str, Tensor], str]:
+    """Those of the first step's rows, and the line of its collectives. key_of: step of the random bits. also:
+    runs in the verified step.
+    """
     run.model.zero_grad()
     lines = list[str]()
     dtype = getattr(torch, run.cfg.compute_dtype)
     verified = distributed.verify_collectives(run.model, run.world.mesh, dtype, lines.append)
     with run.low.step(key_of, 1), verified:
         run.forward_backward(0)
+        also(run)
     return run.gradients(), lines[0]
 
 
@@ -141,5 +158,7 @@ def test_a_step_exchanges_what_it_says_and_its_gradients_are_those_of_float32(
         line = found[f"{dtype}, line"].replace(" over fsdp", "")
         assert f"all_to_all {stored}" in line
         assert "reduce_scatter" not in line
-    assert all(torch.equal(found["again"][name], each) for name, each in found["int8"].items())
+    for name, each in found["int8"].items():
+        assert torch.equal(found["again"][name], each)
+        assert torch.equal(found["beside others"][name], each)
     assert any(not torch.equal(found["other step"][name], each) for name, each in found["int8"].items())

@@ -46,6 +46,7 @@ class NarrowReduceScatter:
         self.name, self.dtype = name, dtype
         self.key: int | None = None
         """Of the random bits of the next reduction. int8 needs it."""
+        self.num_calls = 0
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An empty tensor: FSDP's input and output, float32."""
@@ -64,6 +65,7 @@ class NarrowReduceScatter:
         """
         assert not async_op
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
+        self.num_calls += 1
         num_ranks = group.size()
         parts_nS = input_tensor.view(num_ranks, -1)
         if self.dtype == torch.int8:
@@ -85,11 +87,9 @@ def reduce_narrowly(module: nn.Module, name: str, dtype: torch.dtype) -> None:
     object.__setattr__(module, _ATTRIBUTE, comm)
 
 
-def narrow_reductions(model: nn.Module) -> Iterator[tuple[str, NarrowReduceScatter]]:
-    """Names of the modules of `model` whose group reduces narrowly, and how."""
-    for name, module in model.named_modules():
-        if (comm := vars(module).get(_ATTRIBUTE)) is not None:
-            yield name, comm
+def num_narrow_reductions(model: nn.Module) -> dict[str, int]:
+    """Module of `model` whose group reduces narrowly -> how often it has done so."""
+    return {name: comm.num_calls for name, comm in _narrow_reductions(model)}
 
 
 class ReductionKeys:
@@ -97,7 +97,7 @@ class ReductionKeys:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
-        self._comms = [comm for _, comm in narrow_reductions(model) if comm.dtype == torch.int8]
+        self._comms = [comm for _, comm in _narrow_reductions(model) if comm.dtype == torch.int8]
 
     def start(self, step: int, micro_batch: int) -> None:
         """Call before the passes of a micro-batch. micro_batch: its number in the global batch, which no
@@ -110,6 +110,12 @@ class ReductionKeys:
         """Removes the keys: a reduction before the next `start` raises an error."""
         for comm in self._comms:
             comm.key = None
+
+
+def _narrow_reductions(model: nn.Module) -> Iterator[tuple[str, NarrowReduceScatter]]:
+    for name, module in model.named_modules():
+        if (comm := vars(module).get(_ATTRIBUTE)) is not None:
+            yield name, comm
 
 
 def _exchange_codes(output_S: Tensor, parts_nS: Tensor, group: dist.ProcessGroup, key: int | None) -> None:
@@ -126,16 +132,19 @@ def _exchange_codes(output_S: Tensor, parts_nS: Tensor, group: dist.ProcessGroup
     # Some ranks' parts at a time, since a part whose end is padded is a copy in float32.
     for first in range(0, num_ranks, step := max(1, _AT_ONCE // num_codes)):
         ranks = slice(first, first + step)
-        padded = F.pad(parts_nS[ranks], (0, num_codes - size)).view(-1, BLOCK)
-        q_RB, scale_R1 = quantize_weight_rows(padded, key, first * num_codes)
+        some_nS = parts_nS[ranks]
+        if num_codes != size:
+            some_nS = F.pad(some_nS, (0, num_codes - size))
+        q_RB, scale_R1 = quantize_weight_rows(some_nS.reshape(-1, BLOCK), key, first * num_codes)
         sent[ranks, :num_codes] = q_RB.view(torch.uint8).view(-1, num_codes)
         sent[ranks, num_codes:] = scale_R1.view(torch.uint8).view(-1, 4 * num_blocks)
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
     q_nbB = got[:, :num_codes].view(torch.int8).unflatten(1, (num_blocks, BLOCK))
     scale_nb1 = got[:, num_codes:].view(torch.float32).unsqueeze(2)
-    sum_bB = output_S.new_empty(num_blocks, BLOCK)
+    sum_bB = output_S.view(-1, BLOCK) if num_codes == size else output_S.new_empty(num_blocks, BLOCK)
     for first in range(0, num_blocks, step := max(1, _AT_ONCE // (num_ranks * BLOCK))):
         blocks = slice(first, first + step)
         torch.sum(q_nbB[:, blocks] * scale_nb1[:, blocks], dim=0, out=sum_bB[blocks])
-    output_S.copy_(sum_bB.flatten()[:size])
+    if num_codes != size:
+        output_S.copy_(sum_bB.flatten()[:size])

@@ -51,6 +51,8 @@ def test_its_int8_command_is_planned_and_fits_an_h100(name: str) -> None:
     assert all(layer.spec and layer.spec.gathers_low for layer in grouped)
     assert bool(grouped) == ("num_experts_per_tok" in preset.content or "num_experts" in preset.content)
     if name == "qwen3_moe/30b":  # the tied and the large heads of others are gathered in bfloat16
+        assert found.num_parameters == 30_532_122_624  # as published
+        assert low / found.plan.flops_per_token > 0.85
         num_passes = 2 * cfg.global_batch_size // (cfg.micro_batch_size * ranks)  # forward and backward
         gathered = found.collectives.num_bytes(operation="all_gather")
         assert gathered < 0.56 * 2 * num_passes * found.num_parameters  # of bfloat16's
