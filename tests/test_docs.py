@@ -160,6 +160,7 @@ def test_the_log_is_newest_first_with_a_verdict_in_each_title_and_short_entries(
         assert len(lines) <= 12, lines[0]
         assert max(map(len, lines)) <= 200, lines[0]
         assert not any(line.startswith("|") for line in lines), f"{lines[0]}: tables stand in benchmarks.md"
+        assert not re.search(r"^(<{7}|={7}|>{7})", entry, flags=re.MULTILINE), f"{lines[0]}: a merge's mark"
 
 
 def test_every_table_that_the_log_refers_to_stands_in_the_benchmarks() -> None:

@@ -5,7 +5,6 @@ set, as in axolotl.
 """
 
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 from lptune.tools.migrate.draft import (
@@ -13,11 +12,8 @@ from lptune.tools.migrate.draft import (
     NOT_NEEDED,
     NOT_OFFERED,
     OFF,
-    OTHER_BITS,
-    PAGED,
     PROMPTS,
     UNKNOWN,
-    WARMUP,
     Draft,
     Rules,
     choice,
@@ -33,10 +29,21 @@ from lptune.tools.migrate.draft import (
     to,
     walk,
 )
+from lptune.tools.migrate.trainer import (
+    OPTIMIZERS,
+    SCHEDULES,
+    base_model,
+    bf16,
+    epochs,
+    fp16,
+    known_steps,
+    reinit,
+    set_float8,
+    set_offload,
+    set_recomputation,
+    set_warmup,
+)
 
-_SCHEDULES = {
-    "cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
-}  # fmt: skip
 _SHARED = (
     "tensor_parallel_size",
     "context_parallel_size",
@@ -55,19 +62,9 @@ def fill(draft: Draft) -> None:
     _set_batches(draft)
     _set_schedule(draft)
     _set_per_epoch(draft)
-    _set_offload(draft)
-    if draft.get("fp8") is True:
-        draft.set("precision.kind", "float8_tensorwise", "fp8")
-        key = "fp8_enable_fsdp_float8_all_gather"
-        draft.set("precision.all_gather", "low" if draft.get(key) else "high",
-                  *draft.given(key))  # fmt: skip
-    checkpointing = draft.get("gradient_checkpointing") or _fsdp(draft, "activation_checkpointing")[1]
-    keys = [
-        key
-        for key in ("gradient_checkpointing", _fsdp(draft, "activation_checkpointing")[0])
-        if draft.get(key) is not None
-    ]
-    draft.set("activation_checkpointing", "full" if checkpointing else "none", *keys)
+    set_offload(draft)
+    set_float8(draft)
+    set_recomputation(draft)
     draft.set("compile", "block" if draft.get("torch_compile") else "none",
               *draft.given("torch_compile"))  # fmt: skip
     set_defaults(
@@ -121,55 +118,16 @@ def _set_batches(draft: Draft) -> None:
     set_batches(draft, (size, draft.given("micro_batch_size")), (None, keys), shared, steps)
 
 
-def _num_steps(draft: Draft) -> int | None:
-    steps: int | None = draft.value_of("num_steps")
-    return steps or draft.num_steps
-
-
 def _set_schedule(draft: Draft) -> None:
     name = str(draft.get("lr_scheduler", "cosine"))
-    keys = ["lr_scheduler"] if draft.get("lr_scheduler") is not None else []
-    if name in _SCHEDULES:
-        draft.set("schedule.kind", _SCHEDULES[name], *keys)
+    if name in SCHEDULES:
+        draft.set("schedule.kind", SCHEDULES[name], *draft.given("lr_scheduler"))
     else:
         draft.drop("lr_scheduler", NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
         draft.ask("schedule.kind", f"lr_scheduler: {name} is not offered")
-    if name == "constant":  # of transformers, which takes a warmup and ignores it
-        for key in draft.given("warmup_steps", "warmup_ratio"):
-            draft.drop(key, OFF, "lr_scheduler: constant has no warmup there")
-        return
-    steps, ratio = _num_steps(draft), draft.get("warmup_ratio")
-    count = draft.get("warmup_steps")
-    if isinstance(count, float) and 0 < count < 1:
-        ratio, key = count, "warmup_steps"
-    elif count is not None:
-        draft.set("schedule.warmup_steps", draft.integer("warmup_steps", 0, 0), "warmup_steps", note=WARMUP)
-        ratio = None
-        if draft.get("warmup_ratio") is not None:
-            draft.drop("warmup_ratio", OFF, "warmup_steps holds")
-    else:
-        key = "warmup_ratio"
-    if count is None and ratio is None:
-        _set_warmup(draft, 0.03, steps, (), "at most 100 steps there", limit=100)
-    elif ratio is not None:
-        _set_warmup(draft, draft.number(key, 0.0), steps, (key,), "")
+    set_warmup(draft, name, ratio=0.03, limit=100)
     if name == "cosine":
         _set_minimum(draft)
-
-
-def _set_warmup(
-    draft: Draft, ratio: float, steps: int | None, keys: tuple[str, ...], extra: str, limit: int | None = None
-) -> None:
-    note = f"{ratio:g} of the steps{f', {extra}' if extra else ''}; {WARMUP}"
-    if steps is None:
-        draft.set("schedule.warmup_steps", 0, *keys, note=note)
-        draft.ask(
-            "schedule.warmup_steps",
-            f"{ratio:g} of the run's steps{f', {extra}' if extra else ''}; --num-steps N computes it",
-        )
-    else:
-        count = int(ratio * steps) if limit else -int(-ratio * steps // 1)
-        draft.set("schedule.warmup_steps", min(count, limit or count), *keys, note=note)
 
 
 def _set_minimum(draft: Draft) -> None:
@@ -185,7 +143,7 @@ def _set_minimum(draft: Draft) -> None:
 
 def _set_per_epoch(draft: Draft) -> None:
     """evals_per_epoch and saves_per_epoch need the number of steps of an epoch."""
-    steps, epochs = _num_steps(draft), draft.value_of("num_epochs", 1)
+    steps, epochs = known_steps(draft), draft.value_of("num_epochs", 1)
     evaluates = any(draft.value_of(f"data.{name}") is not None for name in ("eval_fraction", "eval_source"))
     if not evaluates:
         draft.set("eval_every_steps", 0, *draft.given("evals_per_epoch"))
@@ -200,31 +158,6 @@ def _set_per_epoch(draft: Draft) -> None:
             draft.ask(ours, f"steps of an epoch / {number:g}; --num-steps N computes it")
         else:
             draft.set(ours, max(1, int(steps / epochs / number)), key, note="counted in steps")
-
-
-def _fsdp(draft: Draft, name: str) -> tuple[str, Any]:
-    """Key and value of a setting of FSDP, which may have the prefix fsdp_."""
-    for key in (f"fsdp_config.{name}", f"fsdp_config.fsdp_{name}"):
-        if draft.get(key) is not None:
-            return key, draft.get(key)
-    return f"fsdp_config.{name}", None
-
-
-def _set_offload(draft: Draft) -> None:
-    for name, ours in (
-        ("offload_params", "parallel.cpu_offload"),
-        ("reshard_after_forward", "parallel.reshard_after_forward"),
-    ):
-        key, value = _fsdp(draft, name)
-        if value is not None:
-            draft.set(ours, value is True, key)
-    for name in draft.section("fsdp_config"):
-        if str(name).removeprefix("fsdp_") not in (
-            "offload_params",
-            "reshard_after_forward",
-            "activation_checkpointing",
-        ):
-            draft.drop(f"fsdp_config.{name}", NOT_NEEDED, "FSDP2 shards every block, always")
 
 
 _PAIRS = {"instruction": "prompt_column", "input": "input_column", "output": "response_column"}
@@ -406,59 +339,6 @@ def _others(draft: Draft, key: str, rest: dict[str, Any], found: Entry) -> None:
             draft.drop(f"{key}.{name}", UNKNOWN)
 
 
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), ("adamw", "")),
-    **dict.fromkeys(
-        ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit"), ("adamw_8bit", "")
-    ),
-    **dict.fromkeys(("ao_adamw_4bit", "adamw_torch_4bit", "ao_adamw_fp8"), ("adamw_8bit", OTHER_BITS)),
-    "paged_adamw_32bit": ("adamw", PAGED),
-    "muon": ("muon", ""),
-    "paged_adamw_8bit": ("adamw_8bit", PAGED),
-}
-
-
-def _base_model(draft: Draft, key: str, value: Any) -> None:
-    name = str(value)
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        draft.set("model.path", name, key)
-        return
-    draft.set("model.path", f"checkpoints/{PurePosixPath(name).name}", key)
-    draft.ask("model.path", f"lptune download {name}   (into that folder)")
-
-
-def _bf16(draft: Draft, key: str, value: Any) -> None:
-    if value in (True, "auto", "full", "true"):
-        note = "weights are loaded in bf16 there; here the optimizer updates float32 weights"
-        draft.set("compute_dtype", "bfloat16", key, note=note)
-    elif draft.get("fp16") not in (True, "true"):
-        draft.set("compute_dtype", "float32", key)
-    else:
-        draft.drop(key, OFF)
-
-
-def _fp16(draft: Draft, key: str, value: Any) -> None:
-    if value in (True, "true"):
-        draft.drop(key, NOT_OFFERED, "float16 needs a loss scale; bfloat16 or float32")
-        draft.ask("compute_dtype", "bfloat16 or float32, in place of float16")
-    else:
-        draft.drop(key, OFF)
-
-
-def _epochs(draft: Draft, key: str, value: Any) -> None:
-    number = draft.number(key, 1.0)
-    note = "" if number == int(number) else f"{number} there; num_steps takes a part of an epoch"
-    draft.set("num_epochs", max(1, round(number)), key, note=note)
-
-
-def _reinit(draft: Draft, key: str, value: Any) -> None:
-    if value is True:
-        draft.drop(key, NOT_OFFERED, "a run trains the weights in model.path")
-        draft.ask("model.path", "a folder with random weights, from `lptune new-checkpoint`")
-    else:
-        draft.drop(key, OFF)
-
-
 def _unfrozen(draft: Draft, key: str, value: Any) -> None:
     draft.drop(key, BY_DESIGN, "freeze names what is not trained, this key names what is")
     draft.ask("freeze", f"the layers outside of {value!r:.50}")
@@ -487,6 +367,7 @@ def _template(draft: Draft, key: str, value: Any) -> None:
     )
 
 
+_IN_BF16 = "weights are loaded in bf16 there; here the optimizer updates float32 weights"
 _TOKENIZER = drop(NOT_NEEDED, "the tokenizer is read from model.path")
 _LAUNCH = drop(NOT_NEEDED, "FSDP2 shards the model; ranks are a flag of `lptune run`")
 _TRACKER = drop(NOT_NEEDED, "the tracker's own environment variables")
@@ -497,7 +378,7 @@ _CACHED = drop(NOT_NEEDED, "tokenized once, into data.cache; rows are always shu
 _WATCHDOG = drop(BY_DESIGN, "diverged_after_steps ends a run whose loss is not finite")
 
 RULES: Rules = {
-    "base_model": _base_model,
+    "base_model": base_model,
     **each("model_type is_llama_derived_model", drop(NOT_NEEDED, "the family is read from config.json")),
     **each("base_model_config tokenizer_{type,config,use_fast,legacy}", _TOKENIZER),
     "trust_remote_code": if_on(BY_DESIGN, "code of a checkpoint is never run"),
@@ -538,9 +419,9 @@ RULES: Rules = {
     **each("gradient_accumulation_steps micro_batch_size", later),
     "batch_size": drop(NOT_NEEDED, "rows per step follow from micro_batch_size and accumulation"),
     "eval_batch_size": drop(NOT_NEEDED, "evaluation takes micro_batch_size"),
-    "num_epochs": _epochs,
+    "num_epochs": epochs,
     "max_steps": integer_to("num_steps"),
-    "optimizer": choice("optimizer.kind", _OPTIMIZERS),
+    "optimizer": choice("optimizer.kind", OPTIMIZERS),
     "learning_rate": number_to("optimizer.lr"),
     "weight_decay": number_to("optimizer.weight_decay"),
     "adam_beta1": number_to("optimizer.beta1"),
@@ -549,8 +430,8 @@ RULES: Rules = {
     "max_grad_norm": number_to("max_grad_norm"),
     **each("lr_scheduler warmup_{ratio,steps} cosine_{min,constant}_lr_ratio", later),
     **each("{evals,saves}_per_epoch", later),
-    **each("bf16 bfloat16", _bf16),
-    **each("fp16 float16", _fp16),
+    **each("bf16 bfloat16", bf16(_IN_BF16)),
+    **each("fp16 float16", fp16),
     "tf32": if_on(NOT_NEEDED, "what is not 8-bit or bfloat16 is float32"),
     **each("fp8 fp8_enable_fsdp_float8_all_gather gradient_checkpointing torch_compile fsdp_config", later),
     "gradient_checkpointing_kwargs": drop(NOT_NEEDED, "recomputation is never reentrant"),
@@ -575,7 +456,7 @@ RULES: Rules = {
     "early_stopping_patience": integer_to("early_stop_after", minimum=0),
     **each("loss_watchdog_{threshold,patience}", _WATCHDOG),
     "unfrozen_parameters": _unfrozen,
-    "reinit_weights": _reinit,
+    "reinit_weights": reinit,
     "neftune_noise_alpha": drop(NOT_OFFERED, "no noise on embeddings"),
     "seed": integer_to("seed", minimum=0),
     **each("deepspeed fsdp fsdp_version", _LAUNCH),

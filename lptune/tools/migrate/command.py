@@ -9,7 +9,7 @@ from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, interrupts, recipe
 from lptune.cli.places import PathArgument, check_new_config
 
-_TOOLS = ("torchtune", "torchtitan", "axolotl")
+_TOOLS = ("torchtune", "torchtitan", "axolotl", "llamafactory", "trl")
 
 
 @click.command()
@@ -28,12 +28,13 @@ _TOOLS = ("torchtune", "torchtitan", "axolotl")
     "--num-steps",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Optimizer steps of the run of FILE, where it gives only shares of them (axolotl).",
+    help="Optimizer steps of the run of FILE, where it gives only shares of them.",
 )
 def migrate(
     file: Path, tool: str | None, output: Path | None, world_size: int, num_steps: int | None
 ) -> None:
-    """Turn FILE, a full fine-tuning config of torchtune, torchtitan or axolotl, into one of lptune.
+    """Turn FILE, a full fine-tuning config of torchtune, torchtitan, axolotl, LLaMA-Factory or TRL, into one
+    of lptune. FILE may be a shell script with a command line of the last two.
 
     Nothing in FILE is executed. The report names every key of FILE: kept, changed, or without an equivalent.
     Without --output the config goes to stdout and the report to stderr.

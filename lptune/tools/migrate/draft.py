@@ -45,7 +45,8 @@ class Draft:
     """The new config and the account of every old key.
 
     values: the old config as nested dicts of plain values, interpolations resolved. num_ranks: on which the
-    old config ran. num_steps: optimizer steps of the old run, if the user knows them.
+    old config ran. num_steps: optimizer steps of the old run, if the user knows them. command: of the tool,
+    where the file is a command line.
     """
 
     tool: str
@@ -53,6 +54,7 @@ class Draft:
     values: dict[str, Any]
     num_ranks: int = 1
     num_steps: int | None = None
+    command: str = ""
     recipe: str = "full_finetune"
     settings: list[Setting] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
@@ -178,11 +180,12 @@ def leaves(value: Any, prefix: str = "") -> list[str]:
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
-    """`rule` for each of the names, which spaces separate; `{a,b}` in a name stands for a and for b."""
+    """`rule` for each of the names, which spaces separate; `{a,b}`, once in a name, stands for a and b."""
     found: dict[str, Rule] = {}
     for name in names.split():
         before, brace, rest = name.partition("{")
         inner, _, after = rest.partition("}")
+        assert "{" not in after, name
         found |= {f"{before}{part}{after}": rule for part in inner.split(",")} if brace else {name: rule}
     return found
 

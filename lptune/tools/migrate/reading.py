@@ -10,17 +10,20 @@ from omegaconf import OmegaConf
 from lptune.base.errors import UserError
 from lptune.base.files import is_deep, read_bytes, read_object
 from lptune.config.load import read_yaml
-from lptune.tools.migrate import axolotl, torchtitan, torchtune
+from lptune.tools.migrate import axolotl, command_line, llamafactory, torchtitan, torchtune, trl
 from lptune.tools.migrate.draft import Draft
 
 TOOLS: dict[str, Callable[[Draft], None]] = {
     "torchtune": torchtune.fill,
     "torchtitan": torchtitan.fill,
     "axolotl": axolotl.fill,
+    "llamafactory": llamafactory.fill,
+    "trl": trl.fill,
 }
 """Tool -> the function that fills a draft."""
 
 _MAX_BYTES = 256 * 1024
+_FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset", "dataset_dir"}
 _TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "metrics", "job", "compile"}
 
 
@@ -36,13 +39,20 @@ def migrate(
             f"{file}: a Python config is not read, because reading it means running it; torchtitan writes "
             "its config as JSON when a run starts with --debug.save_config_file NAME.json: give that file"
         )
-    values = _read(file)
-    found = _tool(values)
+    found: str | None
+    command = ""
+    if file.suffix in (".sh", ".bash"):
+        found, command, arguments = command_line.find(file)
+        base, over = command_line.values(arguments, file)
+        values = (_read(base) if base is not None else {}) | over
+    else:
+        values = _read(file)
+        found = _tool(values)
     if found is None and tool is None:
         raise UserError(f"{file}: {_what_else(values)}")
     if tool is not None and found is not None and tool != found:
         raise UserError(f"{file}: is a config of {found}, not of {tool}; leave --from out")
-    draft = Draft(tool or found or "", file, values, num_ranks, num_steps)
+    draft = Draft(tool or found or "", file, values, num_ranks, num_steps, command)
     TOOLS[draft.tool](draft)
     return draft
 
@@ -86,6 +96,8 @@ def _tool(values: Mapping[str, Any]) -> str | None:
         return "torchtune"
     if "base_model" in values:
         return "axolotl"
+    if "model_name_or_path" in values:
+        return "llamafactory" if _FACTORY_KEYS.intersection(values) else "trl"
     training = values.get("training")
     if isinstance(training, Mapping) and len(_TITAN_SECTIONS.intersection(values)) >= 2:
         return "torchtitan"
@@ -104,6 +116,6 @@ def _what_else(values: Mapping[str, Any]) -> str:
     if {"compute_environment", "distributed_type"} <= set(values):
         return "is a config of accelerate, which holds no training keys"
     return (
-        "is no config of torchtune (no `_component_`), torchtitan (no [training] beside other sections) or "
-        "axolotl (no `base_model`); --from NAME insists"
+        "is no config of torchtune (no `_component_`), torchtitan (no [training] beside other sections), "
+        "axolotl (no `base_model`), LLaMA-Factory or TRL (no `model_name_or_path`); --from NAME insists"
     )

@@ -12,7 +12,19 @@ from lptune.tools.migrate.draft import REASONS, UNKNOWN, Draft, Setting, leaves
 from lptune.tools.migrate.memory import memory_lines
 
 _SECTIONS = (
-    *("model", "data", "precision", "parallel", "optimizer", "schedule", "checkpoint", "export", "logging"),
+    *(
+        "model",
+        "data",
+        "precision",
+        "parallel",
+        "optimizer",
+        "schedule",
+        "preference",
+        "kto",
+        "checkpoint",
+        "export",
+        "logging",
+    ),
     "",
 )
 

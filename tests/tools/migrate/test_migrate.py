@@ -1,4 +1,4 @@
-"""`lptune migrate`: published configs of torchtune, torchtitan and axolotl, and what each key becomes.
+"""`lptune migrate`: published configs of five trainers, and what each key becomes.
 
 The files in configs/ have the keys and values of published configs (source in their first lines), not their
 comments.
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.tools.migrate import reading
+from lptune.tools.migrate import command_line, reading
 from lptune.tools.migrate.draft import UNKNOWN, Draft, leaves
 from lptune.tools.migrate.reading import migrate
 from lptune.tools.migrate.report import counts, to_text, to_yaml
@@ -108,6 +108,23 @@ AXOLOTL = {
     "compute_dtype": "bfloat16", "parallel.cpu_offload": True, "compile": "none", "seed": 42,
     "output_dir": "./outputs/out", "data.chat_template": "llama3",
 }  # fmt: skip
+LLAMAFACTORY = {
+    "model.path": "checkpoints/Qwen2-1.5B-Instruct", "data.seq_len": 2048, "data.max_rows": 1000,
+    "output_dir": "saves/qwen2-1_5b/full/sft", "checkpoint.every_steps": 500, "optimizer.lr": 1e-5,
+    "num_epochs": 3, "compute_dtype": "bfloat16", "data.packing": False, "optimizer.kind": "muon",
+    "data.source": ["FILL-IN-identity.jsonl", "FILL-IN-alpaca_en_demo.jsonl"],
+    "micro_batch_size": 1, "global_batch_size": 64, "schedule.kind": "cosine", "schedule.warmup_steps": 100,
+    "activation_checkpointing": "full", "compile": "none", "eval_every_steps": 0, "optimizer.beta2": 0.999,
+    "seed": 42,
+}  # fmt: skip
+TRL = {
+    "model.path": "checkpoints/Qwen2-0.5B", "data.source": "trl-lib/Capybara", "data.packing": True,
+    "data.eval_source": "trl-lib/Capybara", "data.eval_split": "test", "data.seq_len": 1024,
+    "data.train_on_prompt": False, "optimizer.lr": 2e-5, "optimizer.beta2": 0.999, "schedule.kind": "linear",
+    "num_epochs": 1, "micro_batch_size": 2, "global_batch_size": 128, "compute_dtype": "bfloat16",
+    "activation_checkpointing": "full", "compile": "none", "eval_every_steps": 100, "seed": 42,
+    "output_dir": "Qwen2-0.5B-SFT",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -116,6 +133,8 @@ AXOLOTL = {
         ("torchtune_llama3_1_8b_full", TORCHTUNE),
         ("torchtitan_llama3_405b", TORCHTITAN),
         ("axolotl_llama-3_fft-8b-liger-fsdp", AXOLOTL),
+        ("llamafactory_qwen2_muon_sft", LLAMAFACTORY),
+        ("trl_sft", TRL),
     ],
 )
 def test_all_values_of_one_config_of_each_tool(name: str, expected: dict[str, Any]) -> None:
@@ -282,6 +301,98 @@ def test_the_warmup_and_the_data_sets_that_axolotl_ignores_are_named_and_not_tak
     assert counts(draft)["lost"] == 0
 
 
+DATA_SETS = {
+    "pairs": {"file_name": "pairs.json", "columns": {"prompt": "q", "response": "a", "system": "s"}},
+    "chats": {"hf_hub_url": "o/n", "subset": "en", "split": "test", "formatting": "sharegpt"},
+    "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "body"}},
+    "better": {"file_name": "better.json", "ranking": True, "columns": {"chosen": "yes", "rejected": "no"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "names", "expected"),
+    [
+        ("sft", "pairs", {"source": "pairs.json", "format": "pairs", "prompt_column": "q",
+                          "input_column": "input", "response_column": "a", "system_column": "s"}),
+        ("sft", "chats", {"source": "o/n:en", "split": "test", "format": "chat",
+                          "messages_column": "conversations"}),
+        ("pt", "texts", {"source": "texts.jsonl", "format": "text", "text_column": "body"}),
+        ("dpo", "better", {"source": "better.json", "prompt_column": "instruction", "input_column": "input",
+                           "chosen_column": "yes", "rejected_column": "no"}),
+    ],
+    ids=["pairs", "chat", "text", "preferences"],
+)  # fmt: skip
+def test_data_sets_of_llama_factory_are_those_of_its_table(
+    stage: str, names: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "dataset_info.json").write_text(json.dumps(DATA_SETS))
+    (tmp_path / "examples").mkdir()
+
+    def edit(values: dict[str, Any]) -> None:
+        values.update(stage=stage, dataset=names)
+
+    path = edited(tmp_path / "examples", NAMED["llamafactory_qwen3_full_sft"], edit)
+    draft = migrate(path)
+    found = {key: value for key, value in settings(draft).items() if key.startswith("data.")}
+    for key, value in expected.items():
+        given = str(folder / value) if key == "source" and "." in value else value
+        assert found.pop(f"data.{key}") == given
+    assert not [key for key in found if key.endswith("_column")]
+    assert draft.recipe == {"pt": "continued_pretrain", "dpo": "full_dpo"}.get(stage, "full_finetune")
+    recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
+
+
+def test_the_losses_of_preferences_keep_their_factors(tmp_path: Path) -> None:
+    """Defaults differ: ours of simpo is 2.0."""
+    for theirs, ours in (
+        ({"pref_loss": "simpo"}, {"loss": "simpo", "beta": 0.1, "target_margin": 0.5}),
+        ({"pref_loss": "orpo", "pref_beta": 0.2}, {"loss": "orpo", "beta": 0.2}),
+        ({"dpo_label_smoothing": 0.1}, {"loss": "dpo", "beta": 0.1, "label_smoothing": 0.1}),
+    ):
+        path = edited(
+            tmp_path,
+            NAMED["llamafactory_qwen3_full_sft"],
+            lambda values, theirs=theirs: values.update(theirs, stage="dpo"),
+        )
+        found = settings(migrate(path))
+        prefix = "preference."
+        assert {key.removeprefix(prefix): found[key] for key in found if key.startswith(prefix)} == ours
+
+
+def test_a_command_line_goes_over_the_file_that_it_names(tmp_path: Path) -> None:
+    written(tmp_path, "model_name_or_path: a/b\nlearning_rate: 1.0e-6\nbeta: 0.2\nloss_type: [ipo]\n")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "set -e\nexport HF_HOME=/x  # --no flag\n"
+        "accelerate launch --num_processes 8 --module trl dpo --config theirs.yaml \\\n"
+        "    --learning_rate=2e-6 --no_packing --gradient_checkpointing False --output_dir $OUT > log 2>&1\n"
+    )
+    draft = migrate(script)
+    found = settings(draft)
+    assert draft.recipe == "full_dpo"
+    assert found["optimizer.lr"] == 2e-6
+    assert (found["preference.loss"], found["preference.beta"]) == ("ipo", 0.2)
+    assert (found["activation_checkpointing"], found["output_dir"]) == ("none", "$OUT")
+    assert found["data.packing"] is False
+    assert counts(draft)[UNKNOWN] == 0
+
+    factory = NAMED["llamafactory_qwen3_full_sft"]
+    script.write_text(f"FORCE_TORCHRUN=1 llamafactory-cli train {factory} learning_rate=3e-5 stage=pt\n")
+    draft = migrate(script)
+    assert (settings(draft)["optimizer.lr"], draft.recipe) == (3e-5, "continued_pretrain")
+    for text, message in (
+        ("python train.py --lr 1\n", "has no command line of `trl`"),
+        ("trl grpo --model_name_or_path a/b\n", "trl grpo has no recipe here"),
+        ("trl sft --use_peft --model_name_or_path a/b\n", "trains adapters"),
+        ("trl sft --config 'x\n", "cannot be read as a shell script"),
+    ):
+        script.write_text(text)
+        with pytest.raises(UserError, match=message):
+            migrate(script)
+
+
 def test_interpolations_are_resolved_but_the_environment_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,11 +415,23 @@ WRONG: list[Any] = [-1, 1.5, True, "text", "${x}", [], ["a", 3], {"a": {"b": 1}}
 
 
 @pytest.mark.parametrize(
-    "path", [torchtune_8b, NAMED["torchtitan_llama3_405b"], AXOLOTL_8B], ids=lambda p: p.stem
+    "path",
+    [
+        torchtune_8b,
+        NAMED["torchtitan_llama3_405b"],
+        AXOLOTL_8B,
+        NAMED["axolotl_llama-3_3b-fp8-fsdp2"],
+        NAMED["llamafactory_llama3_fp8_fsdp_sft"],
+        NAMED["trl_dpo"],
+    ],
+    ids=lambda p: p.stem,
 )
 def test_no_value_of_any_key_is_a_traceback_and_no_key_is_lost(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if path.suffix == ".sh":
+        _, given = command_line.values(command_line.find(path)[2], path)
+        path = written(tmp_path, yaml.safe_dump(given | {"beta": 0.1, "warmup_steps": 5, "seed": 1}))
     original = reading._read(path)
 
     def places(value: Any, place: tuple[str, ...]) -> list[tuple[str, ...]]:
