@@ -46,6 +46,7 @@ VARIANTS: dict[str, list[str]] = {
     "float8_blockwise": ["precision.kind=float8_blockwise"],
     "mxfp8": ["precision.kind=mxfp8"],
     "int8_weight_only": ["precision.kind=int8_weight_only"],
+    "int4_weight": ["precision.kind=int4_weight"],
     "adamw_8bit": ["optimizer.kind=adamw_8bit"],
     "adamw_bf16": ["optimizer.kind=adamw_bf16"],
     "master none": ["optimizer.master=none"],

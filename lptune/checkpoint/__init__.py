@@ -7,7 +7,6 @@ from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base, re
 from lptune.checkpoint.hosts import check_same, check_shared
 from lptune.checkpoint.load import load_state, load_weights
 from lptune.checkpoint.manifest import Manifest, verify
-from lptune.checkpoint.quantized import TO_HIGH
 from lptune.checkpoint.resume import (
     causes_of_change,
     check_fingerprint,
@@ -25,7 +24,6 @@ from lptune.models import read_index
 
 __all__ = [
     "EMA",
-    "TO_HIGH",
     "About",
     "Base",
     "CheckpointWriter",

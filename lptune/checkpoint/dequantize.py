@@ -14,7 +14,7 @@ from torch import Tensor
 from lptune.base.errors import UserError
 from lptune.models import HFIndex
 from lptune.models.headers import StoredTensor
-from lptune.models.quantized import MX_GROUP, Quantized
+from lptune.models.quantized import MX_GROUP, PACKED, Quantized
 
 # e2m1: a sign, two bits of exponent, one of mantissa.
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -73,4 +73,12 @@ def _read(
     expanded = scale[torch.arange(row, row_end) // height - here[0].start]
     if scale.shape[1] > 1:
         expanded = expanded[:, torch.arange(column, column_end) // width - here[1].start]
-    return codes[row:row_end, column:column_end].float().mul_(expanded), scale
+    if how.format == "int4":
+        first = column // PACKED
+        packed = codes[row:row_end, first : -(-column_end // PACKED)]
+        nibbles = (packed.unsqueeze(2) >> (4 * torch.arange(PACKED, dtype=torch.int32))) & 15
+        begin = first * PACKED
+        values = nibbles.flatten(1)[:, column - begin : column_end - begin].float() - 8
+    else:
+        values = codes[row:row_end, column:column_end].float()
+    return values.mul_(expanded), scale

@@ -49,7 +49,7 @@ from lptune.checkpoint.files import (
 from lptune.checkpoint.hf import read_config
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import Manifest, read_manifest, verify
-from lptune.checkpoint.quantized import Quantizer, how_to_quantize, kind_for, modules_that_stay_high
+from lptune.checkpoint.quantized import Form, Quantizer, how_to_quantize, kind_for, modules_that_stay_high
 from lptune.checkpoint.state import check_base, read_state
 from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
 from lptune.config import ExportConfig
@@ -57,7 +57,6 @@ from lptune.distributed import Piece, SideGroup, World, side_group
 from lptune.linear import INT8_SCALE, KINDS, Plan
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors
 from lptune.models.quantized import QUANTIZED_KEYS
-from lptune.numerics import FORMATS
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = (
@@ -82,14 +81,14 @@ class Target(NamedTuple):
     """The parameters in the checkpoint that it consists of; (): it is copied from the base."""
     shape: tuple[int, ...]
     dtype: torch.dtype
-    scale: tuple[str, tuple[int, ...]] | None = None
-    """Name and shape of the float32 scale beside a tensor in 8 bits (quantized.py); None: it is not."""
+    form: Form | None = None
+    """The tensors that stand for a quantized one (quantized.py); None: it is not."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor in its file, and of its scale."""
-        beside = math.prod(self.scale[1]) * 4 if self.scale else 0
-        return math.prod(self.shape) * self.dtype.itemsize + beside
+        """Bytes that it takes in its file."""
+        stored = [(self.shape, self.dtype)] if self.form is None else self.form.values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in stored)
 
 
 Files = dict[str, dict[str, Target]]
@@ -216,9 +215,8 @@ def plan_files(base: HFIndex, cfg: ExportConfig, quantizer: Quantizer | None = N
         widest = reduce(torch.promote_types, (getattr(torch, base.tensors[each].dtype) for each in same))
         dtype = widest if cfg.dtype == "original" or not sources else getattr(torch, cfg.dtype)
         target = Target(sources, base.tensors[name].shape, dtype)
-        if quantizer is not None and (scale := quantizer.scale_of(name, target.shape, sources)):
-            target = target._replace(dtype=FORMATS[quantizer.kind.fmt].dtype, scale=scale)
-        targets[name] = target
+        form = None if quantizer is None else quantizer.form_of(name, target.shape, sources)
+        targets[name] = target._replace(form=form)
     targets = {name: targets[name] for name in base.tensors if name in targets}
     files: Files = {}
     if not cfg.max_shard_gib:
@@ -308,7 +306,7 @@ def _num_bytes(tensors: dict[str, Target]) -> int:
 
 def _described(quantizer: Quantizer, files: Files, checkpoint: Path) -> str:
     """What the model card says of an export in 8 bits."""
-    count = sum(target.scale is not None for targets in files.values() for target in targets.values())
+    count = sum(target.form is not None for targets in files.values() for target in targets.values())
     return (
         f"{quantizer.format}, {count} matrices, rounded as by {quantizer.kind.name}; the weights in float32 "
         f"are in {checkpoint.name} of the run"
@@ -326,13 +324,13 @@ def _write(
     """Writes a file and reads it back."""
     tensors = dict[str, Tensor]()
     for name, target in targets.items():
-        if target.scale is None:
+        if target.form is None:
             tensors[name] = _assemble(name, target, stored, base, frozen)
             continue
         assert quantizer is not None
         w_NK = _assemble(name, target._replace(dtype=torch.float32), stored, base, frozen)
         beside = _beside(target, stored, frozen)
-        tensors[name], tensors[target.scale[0]] = quantizer.quantize(name, w_NK, target.scale[1], beside)
+        tensors |= quantizer.quantize(name, w_NK, target.form, beside)
     save_tensors(path, tensors)
     with safe_open(str(path), framework="pt", device="cpu") as written:
         for name, tensor in tensors.items():
@@ -416,9 +414,9 @@ def _write_rest(
         corrections["tie_word_embeddings"] = False
     if quantizer is not None:
         stored = {name: target for targets in files.values() for name, target in targets.items()}
-        in_8_bits = {name for name, target in stored.items() if target.scale}
+        quantized = {name for name, target in stored.items() if target.form}
         shapes = {name: stored[name].shape for name in base.tensors if name in stored}
-        high = modules_that_stay_high(shapes, in_8_bits, facts.word_names)
+        high = modules_that_stay_high(shapes, quantized, facts.word_names)
         is_part = isinstance(content.get("text_config"), dict)
         corrections["quantization_config"] = quantizer.config(high, is_part=is_part)
     kept = {key: value for key, value in content.items() if key not in QUANTIZED_KEYS}
@@ -427,13 +425,12 @@ def _write_rest(
     if chat_template is not None:
         write_text(scratch / "chat_template.jinja", chat_template)
     if len(files) > 1 or (base.has_index_file and not cfg.max_shard_gib):
-        file_of = {name: file for file, tensors in files.items() for name in tensors}
-        beside = {name: t.scale for tensors in files.values() for name, t in tensors.items() if t.scale}
+        file_of = {name: (file, target) for file, each in files.items() for name, target in each.items()}
         weight_map = {
-            each: file_of[name]
+            each: file_of[name][0]
             for name in base.tensors
             if name in file_of
-            for each in (name, *beside.get(name, ())[:1])
+            for each in file_of[name][1].form or (name,)
         }
         total_size = sum(_num_bytes(tensors) for tensors in files.values())
         write_json(scratch / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})

@@ -1,20 +1,24 @@
-"""What an export in 8 bits stores (`export.quantized`): the weights that the run multiplied by, in layouts
+"""What a quantized export stores (`export.quantized`): the weights that the run multiplied by, in layouts
 that servers read.
 
     int8           compressed-tensors, int-quantized:    X.weight int8 (N, K),      X.weight_scale (N, 1)
     float8         compressed-tensors, float-quantized:  X.weight e4m3 (N, K),      X.weight_scale (N, 1)
     float8_block   DeepSeek's and Qwen's FP8:            X.weight e4m3 (N, K),
                                                          X.weight_scale_inv (ceil(N / 128), ceil(K / 128))
+    int4           compressed-tensors, pack-quantized:   X.weight_packed int32 (N, ceil(K / 8)), codes + 8,
+                                                         the first in the lowest bits,
+                                                         X.weight_scale bfloat16 (N, K / 32), X.weight_shape
 
-All scales are float32 and dequantize, W ≈ q * scale. A kind with one scale per tensor has a weight_scale of
-(1,). Servers quantize tokens anew, each by its own amax.
+Scales dequantize, W ≈ q * scale, and are float32 but for int4, whose kind makes them in bfloat16. A kind with
+one scale per tensor has a weight_scale of (1,). Servers of 8 bits quantize tokens anew, each by its own amax;
+those of int4 multiply in 16 bits.
 
 A high-precision export that is quantized for a server is rounded a second time, with scales that training
 never saw. Here the kind itself (`Kind.quantize_to_serve`) makes the values, from the float32 weights of the
 checkpoint, as in the next forward pass. So they equal training's bit for bit where the kind has what the
 format stores (`Kind.served_as`). Otherwise they are rounded as another kind would, and a note says so.
 
-Only layers that ran in 8 bits are stored in them. All others stay high, and the config lists them.
+Only layers that ran so are stored so. All others stay high, and the config lists them.
 """
 
 import math
@@ -24,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.base.errors import UserError
@@ -33,16 +38,29 @@ from lptune.checkpoint.card import Part
 from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
+from lptune.models.quantized import PACKED
+from lptune.numerics import FORMATS
 
-TO_HIGH = "set export.quantized=none (later: `lptune export RUN FOLDER --quantized none`)"
-"""What a run's config does about a format that stores nothing; `lptune export` says its own option."""
-_REQUANTIZE = f"{TO_HIGH}, and quantize that with the server's tool"
+_REQUANTIZE = (
+    "export in high precision (`lptune export RUN FOLDER --quantized none`), and quantize that with the "
+    "server's tool"
+)
+_COMPRESSED = {
+    "int8": ("int-quantized", 8, "int"),
+    "float8": ("float-quantized", 8, "float"),
+    "int4": ("pack-quantized", 4, "int"),
+}
+"""`export.quantized` -> compressed-tensors' name of the format, bits, type."""
 _OWNERS = re.compile(r"(model\.)?(language_model\.)?(model\.)?")
+
+
+Form = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes of the tensors that stand for a quantized one, by name."""
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """Which weights of a checkpoint an export stores in 8 bits, and how."""
+    """Which weights of a checkpoint an export stores quantized, and how."""
 
     format: str
     """`export.quantized`, not `none`."""
@@ -51,16 +69,14 @@ class Quantizer:
     compute_dtype: torch.dtype
     """Of the run: weights are rounded to it first."""
     parameters: frozenset[str]
-    """The weights of the layers that ran in 8 bits."""
+    """The weights of the layers that ran in low precision."""
     notes: tuple[str, ...]
     """Lines for the user: where the values are not those of training."""
 
-    def scale_of(
-        self, name: str, shape: tuple[int, ...], sources: Sequence[Source]
-    ) -> tuple[str, tuple[int, ...]] | None:
-        """Name and shape of the scale of the stored tensor `name`; None: the tensor stays high.
+    def form_of(self, name: str, shape: tuple[int, ...], sources: Sequence[Source]) -> Form | None:
+        """What stands for the tensor `name`; None: it stays high.
 
-        Raises UserError if a layer ran in 8 bits whose tensor the format cannot store.
+        Raises UserError if a layer ran in low precision whose tensor the format cannot store.
         """
         if not sources or any(source.parameter not in self.parameters for source in sources):
             return None
@@ -68,28 +84,50 @@ class Quantizer:
         rows_only = not (block or self.kind.one_scale)
         for _, whole, part in sources:
             is_matrix = len(shape) == 2 and name.endswith(".weight") and part.dims in ((), (0, 1))
+            is_matrix = is_matrix and not shape[1] % self.kind.weight_group
             # A row of the parameter is a row of the tensor; other scales belong to the whole of both.
             sizes = {each[1:] if rows_only else each for each in (part.sizes, shape, whole)}
             if not is_matrix or len(sizes) > 1:
                 raise UserError(
                     f"export.quantized: {self.format} has no form for {name} {list(shape)}, whose layers ran "
-                    f"in 8 bits; {_REQUANTIZE}"
+                    f"in low precision; {_REQUANTIZE}"
                 )
+        if self.packs:
+            (n, k), group = shape, self.kind.weight_group
+            return {
+                f"{name}_packed": ((n, math.ceil(k / PACKED)), torch.int32),
+                f"{name}_scale": ((n, math.ceil(k / group)), torch.bfloat16),
+                f"{name}_shape": ((2,), torch.int64),
+            }
+        codes = {name: (shape, FORMATS[self.kind.fmt].dtype)}
         if block:
-            return f"{name}_scale_inv", tuple(math.ceil(size / block) for size in shape)
-        return f"{name}_scale", (1,) if self.kind.one_scale else (shape[0], 1)
+            grid = tuple(math.ceil(size / block) for size in shape)
+            return codes | {f"{name}_scale_inv": (grid, torch.float32)}
+        scales = (1,) if self.kind.one_scale else (shape[0], 1)
+        return codes | {f"{name}_scale": (scales, torch.float32)}
+
+    @property
+    def packs(self) -> bool:
+        """Whether several codes are stored in one number."""
+        return self.format == "int4"
 
     def quantize(
-        self, name: str, w_NK: Tensor, scale_shape: tuple[int, ...], beside: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """(values, scale) of a weight in float32. name: of the tensor, for the error. beside: as in Kind.
-        Raises UserError if a value is not finite.
+        self, name: str, w_NK: Tensor, form: Form, beside: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The tensors of `form` for a weight in float32. name: of the tensor. beside: as in Kind. Raises
+        UserError if a value is not finite.
         """
         spec = LinearSpec.from_config(PrecisionConfig(kind=self.kind.name))
         q_NK, scale = self.kind.quantize_to_serve(spec, w_NK, self.compute_dtype, beside)
         if not scale.isfinite().all():
             raise UserError(f"{name}: holds NaN or infinite values; export an earlier checkpoint")
-        return q_NK.contiguous(), scale.reshape(scale_shape).contiguous()
+        made = [q_NK, scale]
+        if self.packs:
+            made = [_packed(q_NK), scale, torch.tensor(w_NK.shape)]
+        return {
+            each: tensor.to(dtype).reshape(shape).contiguous()
+            for tensor, (each, (shape, dtype)) in zip(made, form.items(), strict=True)
+        }
 
     def config(self, high: Collection[str], *, is_part: bool) -> dict[str, Any]:
         """`quantization_config` of config.json. high: modules that stay high. is_part: the folder's model
@@ -108,17 +146,20 @@ class Quantizer:
                 "weight_block_size": [self.kind.weight_block] * 2,
                 "modules_to_not_convert": list(high),
             }
-        numbers = {"num_bits": 8, "type": "int" if self.format == "int8" else "float", "symmetric": True}
-        strategy = "tensor" if self.kind.one_scale else "channel"
+        format_, bits, type_ = _COMPRESSED[self.format]
+        numbers = {"num_bits": bits, "type": type_, "symmetric": True}
+        strategy = "group" if self.packs else "tensor" if self.kind.one_scale else "channel"
+        groups = {"group_size": self.kind.weight_group} if self.packs else {}
+        tokens = None if self.packs else {**numbers, "strategy": "token", "dynamic": True}
         scheme = {
             "targets": ["Linear"],
-            "weights": {**numbers, "strategy": strategy, "dynamic": False},
-            "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+            "weights": {**numbers, "strategy": strategy, **groups, "dynamic": False},
+            "input_activations": tokens,
             "output_activations": None,
         }
         return {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized" if self.format == "int8" else "float-quantized",
+            "format": format_,
             "quantization_status": "compressed",
             "config_groups": {"group_0": scheme},
             "ignore": list(high),
@@ -137,7 +178,7 @@ def kind_for(format_: str, trained: Kind) -> Kind:
 def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
     """How to export a checkpoint as `export.quantized`, which is not `none`. part: the last steps before it.
 
-    Raises UserError if no layer ran in 8 bits in these steps.
+    Raises UserError if no layer ran in low precision in these steps.
     """
     parameters = frozenset(
         f"{name}.weight"
@@ -148,7 +189,7 @@ def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
     if not parameters:
         why = f"precision.kind={part.precision}" if part.layers else "an older version does not say which did"
         raise UserError(
-            f"{state.folder}: no layer ran in 8 bits in its last steps ({why}), so there is none to "
+            f"{state.folder}: no layer ran in low precision in its last steps ({why}), so there is none to "
             f"store in {format_}; {_REQUANTIZE}"
         )
     trained = KINDS[part.precision]
@@ -169,12 +210,20 @@ def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
     return Quantizer(format_, kind, getattr(torch, part.compute_dtype), parameters, tuple(notes))
 
 
+def _packed(q_NK: Tensor) -> Tensor:
+    """Codes of -8 to 7 as compressed-tensors packs them: 8 in an int32, plus 8, the first lowest."""
+    q_NK = F.pad(q_NK.to(torch.int64) + 8, (0, -q_NK.shape[1] % PACKED))
+    shifts = 4 * torch.arange(PACKED)
+    packed: Tensor = (q_NK.unflatten(1, (-1, PACKED)) << shifts).sum(2)
+    return packed.to(torch.int32)
+
+
 def modules_that_stay_high(
     stored: Mapping[str, tuple[int, ...]], quantized: Collection[str], word_names: tuple[str, str]
 ) -> list[str]:
     """The modules with matrices that an export does not quantize, in order; of experts, the module of all.
 
-    stored: shape of each tensor of the export, by name. quantized: those in 8 bits. word_names: of the
+    stored: shape of each tensor of the export, by name. quantized: those that are. word_names: of the
     embedding, which is no linear layer, and of the head, which a tied model does not store.
     """
     embedding, head = word_names

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--quantized",
     type=click.Choice(EXPORT_FORMATS),
-    help="Store what was trained in 8 bits in this format of servers.  [default: the run's]",
+    help="Store what was trained in low precision in this format of servers.  [default: the run's]",
 )
 @click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
 @click.option("--private", is_flag=True, help="Make the repository on the hub private.")
@@ -71,7 +71,7 @@ def export(
         raise click.UsageError("--ema and --average are two averages of the weights; give one of them")
     if repo is not None:
         _check_hub(repo)
-    from lptune.checkpoint import EMA, TO_HIGH, export_hf, read_index, read_state
+    from lptune.checkpoint import EMA, export_hf, read_index, read_state
 
     manifest = _verified(checkpoint)
     about = read_state(manifest).about
@@ -97,11 +97,9 @@ def export(
         with interrupts.Undoing():
             export_hf(manifest.folder, read_index(folder), dest, cfg, replace=False)
     except UserError as error:
-        to_high = "leave --quantized out" if about.quantized == "none" else "give --quantized none"
-        text = str(error).replace(TO_HIGH, to_high)
-        raise UserError(
-            text if quantized is None else text.replace("export.quantized", "--quantized")
-        ) from None
+        if quantized is None:
+            raise
+        raise UserError(str(error).replace("export.quantized", "--quantized")) from None
     count = cfg.average_checkpoints
     what = f"the mean of {count} checkpoints up to {manifest.folder}"
     if count == 1:

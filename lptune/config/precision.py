@@ -23,6 +23,8 @@ class KindKeys:
     """The grad_weight with which an 8-bit gather of x is all that GEMMs need of x; None: there is none."""
     stores_low: bool = False
     """Whether weights are stored in 8 bits; gathers then bring what is stored."""
+    for_servers: bool = False
+    """Whether it trains for a format of servers alone: it saves neither time nor memory in training."""
     needs_float8: bool = False
     """Whether a device without float8 GEMMs cannot run it, other than by `emulate`."""
     min_sqnr_db: float = 20.0
@@ -118,6 +120,10 @@ PRECISION_KINDS = {
         stores_low=True,
         loss_change=(0.0001, 0.0003),
     ),
+    # Rounded to 4 bits for two GEMMs in compute dtype, which have no other form. Normal numbers have 20 dB.
+    "int4_weight": KindKeys(
+        ("dequantized",), ("high",), ("int4",), output=("low",), for_servers=True, min_sqnr_db=12.0
+    ),
 }
 
 
@@ -128,7 +134,7 @@ class PrecisionConfig:
     kind: str = "none"
     """none | int8_rowcol | int8_rotated | int8_tensorwise | float8_tensorwise | float8_delayed |
     float8_rowwise | float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | int8_weight_only (stored in INT8,
-    no master)."""
+    no master) | int4_weight (high GEMMs; weights rounded to 4 bits, for INT4 servers)."""
     output: str = "low"
     """low | high: precision of `output = x @ W.T`."""
     grad_input: str = "low"
@@ -168,7 +174,8 @@ class PrecisionConfig:
     high precision from this step on. fallback gathers weights in compute dtype."""
     shadow_min_sqnr_db: float | None = None
     """The smallest signal-to-quantization-noise ratio, in dB, that a shadow check accepts of a GEMM. null: 9
-    with int8_tensorwise, 15 with float8_tensorwise and float8_delayed, 20 with the other kinds."""
+    with int8_tensorwise, 12 with int4_weight, 15 with float8_tensorwise and float8_delayed, 20 with the other
+    kinds."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))

@@ -229,7 +229,7 @@ class CheckpointConfig:
         at_least("checkpoint.keep_best", self.keep_best, 0)
 
 
-EXPORT_FORMATS = ("none", "int8", "float8", "float8_block")
+EXPORT_FORMATS = ("none", "int8", "float8", "float8_block", "int4")
 """The values of `export.quantized`."""
 
 
@@ -249,9 +249,9 @@ class ExportConfig:
     ema: bool = True
     """Export the moving averages of the weights where the run keeps them (optimizer.ema_decay)."""
     quantized: str = "none"
-    """none | int8 | float8 | float8_block: store the weights that were trained in 8 bits in such a format of
-    servers, with training's own scales where precision.kind has them (docs/export.md). `dtype` is that of the
-    others."""
+    """none | int8 | float8 | float8_block | int4: store the weights that were trained in low precision in
+    such a format of servers, with training's own scales where precision.kind has them (docs/export.md).
+    `dtype` is that of the others."""
 
     def __post_init__(self) -> None:
         at_least("export.average_checkpoints", self.average_checkpoints, 1)
@@ -398,8 +398,9 @@ class RunConfig:
             check_average(self.export.average_checkpoints, keep.every_steps, keep.keep_last)
             if self.export.quantized != "none" and self.precision.is_none:
                 raise UserError(
-                    f"export.quantized: {self.export.quantized} stores what was trained in 8 bits, and "
-                    "precision.kind=none trains nothing in them; choose a kind, or leave export.quantized out"
+                    f"export.quantized: {self.export.quantized} stores what was trained in low "
+                    "precision, and precision.kind=none trains nothing in it; choose a kind, or leave "
+                    "export.quantized out"
                 )
         if self.optimizer.ema_decay and self.export.ema and self.export.average_checkpoints > 1:
             raise UserError(

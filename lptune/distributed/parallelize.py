@@ -329,6 +329,7 @@ def _expensive_ops() -> frozenset[Any]:
         torch.ops.lptune.scaled_mm.default,
         torch.ops.lptune.block_scaled_mm.default,
         torch.ops.lptune.weight_only_mm.default,
+        torch.ops.lptune.int4_weight_mm.default,
         torch.ops.lptune.grouped_mm.default,
         torch.ops.lptune.grouped_outer.default,
         aten._grouped_mm.default,

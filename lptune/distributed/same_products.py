@@ -32,7 +32,7 @@ def check_products(world: World) -> None:
     """
     if world.size == 1:
         return
-    told = world.gather([socket.gethostname(), *_product(world.device)])
+    told = world.gather([socket.gethostname(), *product(world.device)])
     check(told)
     for line in slow(told):
         world.print(line)
@@ -70,8 +70,8 @@ def _names(ranks: Mapping[int, str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}{', …' * (len(ranks) > 8)}"
 
 
-def _product(device: torch.device) -> tuple[int, float]:
-    """A digest of the product, and on a GPU the milliseconds of one of several."""
+def product(device: torch.device) -> tuple[int, float]:
+    """(a digest of the exact product, and on a GPU the milliseconds of one of several, else 0)."""
     size = _CPU_SIZE if device.type == "cpu" else _SIZE
     index = torch.arange(size * size, dtype=torch.int32, device=device)
     values = ((index * 40504) % 255 - 127).to(torch.int8).view(size, size)

@@ -397,7 +397,7 @@ def _check_linear(module: nn.Module) -> None:
 def _check_sizes(module: nn.Linear, group: Group) -> None:
     if isinstance(module, LowPrecisionLinear):
         whole = (module.out_features, module.in_features)
-        check_part(local_part(module.weight.detach()), whole, group.size)
+        check_part(local_part(module.weight.detach()), whole, group.size, module.spec.kind.weight_group)
 
 
 # ---- a whole model

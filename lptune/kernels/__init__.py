@@ -66,7 +66,7 @@ from lptune.kernels.stochastic import (
     quantize_weight_rows,
     round_to_bfloat16,
 )
-from lptune.kernels.weight_only import weight_only_mm
+from lptune.kernels.weight_only import int4_weight_mm, weight_only_mm
 
 __all__ = [
     "GEMMS",
@@ -101,6 +101,7 @@ __all__ = [
     "k_major",
     "emulated_bfloat16",
     "handle_of_part",
+    "int4_weight_mm",
     "layer_handle",
     "not_recorded",
     "note_gather",

@@ -20,7 +20,7 @@ from lptune.kernels import choose_backend, requested_backend
 from lptune.linear.crossover import measurements, published_as_small
 from lptune.linear.dtensors import ALIGNMENT
 from lptune.linear.instance_forward import has_own_forward, redirect
-from lptune.linear.kind import LinearSpec
+from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.module import LowPrecisionLinear, num_groups
 from lptune.linear.plan import LayerPlan, OtherWeight, Plan
 from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
@@ -92,7 +92,7 @@ def convert(
     head = getattr(model, "head", None) if hasattr(model, "facts") else None
     names = {name: (name, "lm_head") if module is head else (name,) for name, module in linears.items()}
     reasons = {
-        name: _reason_to_skip(names[name], module, patterns, tied=owners[id(module.weight)] > 1)
+        name: _reason_to_skip(names[name], module, patterns, owners[id(module.weight)] > 1, spec.kind)
         for name, module in linears.items()
     }
     for name, module in linears.items():
@@ -305,7 +305,9 @@ def _check_patterns(patterns: list[str], linears: dict[str, nn.Linear]) -> None:
             raise UserError(f"precision.skip: {pattern!r} matches no linear layer{closest(pattern, parts)}")
 
 
-def _reason_to_skip(names: tuple[str, ...], module: nn.Linear, patterns: list[str], tied: bool) -> str | None:
+def _reason_to_skip(
+    names: tuple[str, ...], module: nn.Linear, patterns: list[str], tied: bool, kind: Kind
+) -> str | None:
     if type(module) is not nn.Linear and not num_groups(module):
         return f"a subclass of nn.Linear: {type(module).__name__}"
     if tied:
@@ -315,4 +317,6 @@ def _reason_to_skip(names: tuple[str, ...], module: nn.Linear, patterns: list[st
             return f"precision.skip: {pattern}"
     if module.in_features % ALIGNMENT or module.out_features // max(1, num_groups(module)) % ALIGNMENT:
         return f"sizes are not multiples of {ALIGNMENT}"
+    if module.in_features % kind.weight_group:
+        return f"in_features are no multiple of {kind.weight_group}, the columns that share a scale"
     return None

@@ -64,28 +64,32 @@ def placed_as(
     return DTensor(local.detach(), spec, requires_grad=False)
 
 
-def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int) -> None:
-    """Raises UserError if an 8-bit GEMM cannot multiply by `part_NK`.
+def check_part(part_NK: Tensor, whole: Sequence[int], num_ranks: int, group: int) -> None:
+    """Raises UserError if the layer cannot multiply by `part_NK`.
 
     part_NK: this rank's part of a converted layer's weight, cut by tensor parallelism over `num_ranks` ranks.
-    whole: the shape (N, K) of the uncut weight.
+    whole: the shape (N, K) of the uncut weight. group: of the kind, its weight_group.
     """
     n, k = part_NK.shape
-    if n % ALIGNMENT or k % ALIGNMENT:
+    needed = f"an 8-bit GEMM needs multiples of {ALIGNMENT}" * bool(n % ALIGNMENT or k % ALIGNMENT)
+    if not needed and k % group:
+        needed = f"a scale covers {group} columns, which no cut may divide"
+    if needed:
         raise UserError(
             f"parallel.tensor: {num_ranks} ranks leave {n} x {k} of a layer of {whole[0]} x {whole[1]}, and "
-            f"an 8-bit GEMM needs multiples of {ALIGNMENT}; use fewer ranks, or name the layer in "
-            "precision.skip"
+            f"{needed}; use fewer ranks, or name the layer in precision.skip"
         )
 
 
-def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tensor, int], Tensor]) -> DTensor:
+def multiply_parts(
+    x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tensor, int], Tensor], group: int
+) -> DTensor:
     """`x @ weight.T` as a DTensor (..., N), differentiable, with the placements of the table above.
 
     x: DTensor (..., K) on the weight's mesh. multiply: (..., K), (N, K), p -> (..., N), called with this
     rank's parts; p numbers the part of the output, and ranks with the same part (and gradient) have the same
-    p. Raises UserError if x is no DTensor or is on another mesh, and for parts that an 8-bit GEMM cannot
-    multiply (`check_part`).
+    p. group: as in `check_part`. Raises UserError if x is no DTensor or is on another mesh, and as
+    `check_part` does.
     """
     mesh = weight.device_mesh
     if not isinstance(x, DTensor) or x.device_mesh != mesh:
@@ -100,7 +104,7 @@ def multiply_parts(x: Tensor, weight: DTensor, multiply: Callable[[Tensor, Tenso
     if x.placements != x_at:
         x = x.redistribute(placements=x_at)
     part_NK = weight.to_local(grad_placements=w_grad_at)
-    check_part(part_NK, weight.shape, mesh.size())
+    check_part(part_NK, weight.shape, mesh.size(), group)
     part = 0
     for axis, here in enumerate(mesh.get_coordinate() or ()):
         if out_at[axis].is_shard():

@@ -44,7 +44,7 @@ class LinearSpec(NamedTuple):
     """
 
     kind: "Kind"
-    fmt: str  # of x and W; a key of numerics.FORMATS
+    fmt: str  # of x and W: Kind.fmt
     grad_fmt: str  # of g
     power_of_two: bool  # scales are powers of two
     rotated: bool  # each GEMM rotates its operands along the contraction (numerics/rotation.py)
@@ -122,7 +122,7 @@ class Kind(ABC):
     name: ClassVar[str]
     """The value of `precision.kind` that selects this kind."""
     fmt: ClassVar[str]
-    """Format of x and W, a key of numerics.FORMATS."""
+    """Format of x and W, a key of numerics.FORMATS; int4 of W alone."""
     power_of_two: ClassVar[bool] = False
     """Whether all scales are powers of two."""
     rotated: ClassVar[bool] = False
@@ -235,6 +235,10 @@ class Kind(ABC):
     """
     weight_block: ClassVar[int | None] = None
     """Side of W's square scale blocks; None if W has a scale per row or one scale."""
+    weight_group: ClassVar[int] = 1
+    """Columns of a row that share one of several scales. A layer, and its part under tensor parallelism, has
+    whole groups.
+    """
     has_history: ClassVar[bool] = False
     """Whether scales come from the amaxes of past steps, which LowPrecision keeps (delayed.py)."""
     layer_class: ClassVar[type[nn.Linear] | None] = None

@@ -242,7 +242,8 @@ class LowPrecisionLinear(nn.Linear):
                 "precision.tp_all_gather: torch's styles gather activations in compute dtype; take those of "
                 "lptune.distributed (docs/distributed.md), or set it to auto"
             )
-        out: Tensor = multiply_parts(autocast(x), self.weight, self._multiply_part)
+        group = self.spec.kind.weight_group
+        out: Tensor = multiply_parts(autocast(x), self.weight, self._multiply_part, group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def forward_part(self, x: Tensor | QuantizedTokens) -> Tensor:

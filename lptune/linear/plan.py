@@ -125,10 +125,12 @@ class Plan:
     @property
     def gemm_name(self) -> str:
         """What messages call the GEMMs of this plan that kernels count (`record_gemms`): "8-bit GEMMs", or
-        "GEMMs from 8-bit weights" if they multiply in compute dtype.
+        "GEMMs from 8-bit weights" (4-bit) if they multiply in compute dtype.
         """
-        eight_bit = all(layer.spec.multiplies_in_8_bits for layer in self.converted if layer.spec)
-        return "8-bit GEMMs" if eight_bit else "GEMMs from 8-bit weights"
+        specs = [layer.spec for layer in self.converted if layer.spec and not layer.spec.multiplies_in_8_bits]
+        if not specs:
+            return "8-bit GEMMs"
+        return f"GEMMs from {'4-bit' if specs[0].fmt == 'int4' else '8-bit'} weights"
 
     @property
     def flops_per_token(self) -> float:

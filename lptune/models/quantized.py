@@ -3,7 +3,8 @@
 `quantization_config` of config.json names the format. Of these, lptune reads
 
     fp8                  X.weight e4m3 (N, K), X.weight_scale_inv (or X.weight_scale) per tensor or block of W
-    compressed-tensors   X.weight int8 or e4m3 (N, K), X.weight_scale per tensor, row or block of W
+    compressed-tensors   X.weight int8 or e4m3 (N, K), X.weight_scale per tensor, row or block of W;
+                         X.weight_packed int32 (N, K / 8), X.weight_scale per G columns of a row: 4 bits
     mxfp4                X_blocks uint8 (E, N, K / 32, 16), X_scales uint8 (E, N, K / 32): X is (E, K, N)
 
 `resolve` turns the headers of such files into those of the weights, as if they were stored in the dtype that
@@ -27,10 +28,13 @@ QUANTIZED_KEYS = ("quantization_config", "compression_config")
 """The keys of config.json that name a format; the second in older files."""
 MX_GROUP = 32
 """Elements of a row that share a scale in mxfp4; 16 bytes."""
+PACKED = 8
+"""Codes of 4 bits in an int32, each plus 8, the first in the lowest bits."""
+_PACKED_NAME = ".weight_packed"
 
 _ONLY_SERVED = re.compile(r"\.(input_scale|activation_scale|k_scale|v_scale)$")  # of tokens and caches
 _CODES = {"I8": "int8", "F8_E4M3": "e4m3"}
-_READS = "lptune reads fp8, compressed-tensors in 8 bits and mxfp4; start from its unquantized original"
+_READS = "lptune reads fp8, compressed-tensors in 8 or packed 4 bits, and mxfp4; start from its original"
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Quantized:
     """How a weight is stored: as codes, and scales that dequantize them, w ≈ code * scale."""
 
     format: str
-    """For messages: `int8`, `e4m3`, `mxfp4`."""
+    """`int8`, `e4m3`, `int4` (packed), `mxfp4`."""
     codes: str
     """Name of the tensor with the codes, in the file of the weight."""
     scale: str
@@ -83,7 +87,12 @@ def read_scheme(keys: Keys) -> _Scheme | None:
         weights = group.get("weights") if isinstance(group, dict) else None
         weights = weights if isinstance(weights, dict) else {}
         strategy, is_symmetric = weights.get("strategy"), weights.get("symmetric", True)
-        if not is_symmetric or weights.get("num_bits") != 8 or strategy not in ("tensor", "channel", "block"):
+        bits, size = weights.get("num_bits"), weights.get("group_size")
+        is_packed = found.get("format") == "pack-quantized" and strategy == "group" and bits == 4
+        if is_packed and is_symmetric and type(size) is int and size > 0 and not weights.get("actorder"):
+            blocks.add((1, size))
+            continue
+        if not is_symmetric or bits != 8 or strategy not in ("tensor", "channel", "block"):
             of = str(found.get("format"))[:40]
             raise keys.error(key, f"compressed-tensors ({of}) is not symmetric 8-bit; {_READS}")
         blocks.add(_block(keys, key, weights.get("block_structure")) if strategy == "block" else None)
@@ -122,6 +131,9 @@ def resolve(folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Stor
             found[name] = tensor
         elif scheme.method == "mxfp4" and name.endswith("_blocks"):
             found[name.removesuffix("_blocks")] = _of_blocks(folder, name, tensors, dtype, used)
+        elif tensor.dtype == "I32" and name.endswith(_PACKED_NAME) and scheme.block is not None:
+            weight = name.removesuffix("_packed")
+            found[weight] = _of_packed(folder, weight, tensors, scheme.block[1], dtype, used)
         elif tensor.dtype in _CODES and name.endswith(".weight") and scheme.method != "mxfp4":
             found[name] = _of_codes(folder, name, tensors, scheme, dtype, used)
         else:
@@ -170,6 +182,25 @@ def _of_codes(
     used.add(scale)
     how = Quantized(_CODES[codes.dtype], name, scale, tensors[scale].file, legal[grid])
     return replace(codes, dtype=dtype, quantized=how)
+
+
+def _of_packed(
+    folder: Path, name: str, tensors: Mapping[str, StoredTensor], group: int, dtype: str, used: set[str]
+) -> StoredTensor:
+    codes, scale = tensors[f"{name}_packed"], f"{name}_scale"
+    if scale not in tensors:
+        raise _missing(folder / codes.file, f"{name}_packed", codes.dtype, scale)
+    rows, found = codes.shape[0] if len(codes.shape) == 2 else 0, tensors[scale]
+    num_columns = group * found.shape[1] if len(found.shape) == 2 else 0
+    is_float = found.dtype in DTYPES.values()
+    if not is_float or found.shape[:1] != (rows,) or codes.shape[1:] != (-(-num_columns // PACKED),):
+        raise UserError(
+            f"{folder / found.file}: scale {scale!r} is {found.dtype} {list(found.shape)}, of {group} "
+            f"columns each, and does not belong to {list(codes.shape)} of {name + '_packed'!r}"
+        )
+    used.update((scale, f"{name}_shape"))
+    how = Quantized("int4", f"{name}_packed", scale, found.file, (1, group))
+    return StoredTensor(codes.file, (rows, num_columns), dtype, how)
 
 
 def _of_blocks(

@@ -1,6 +1,12 @@
 """Pure tensor maths of low precision: formats, scaling, rounding. No modules, no kernels."""
 
-from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
+from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT4, INT8, Format
+from lptune.numerics.groups import (
+    INT4_GROUP,
+    QuantizedGroups,
+    dequantize_groups,
+    quantize_groups,
+)
 from lptune.numerics.mx import MX_BLOCK, QuantizedMX, quantize_mx, to_e8m0
 from lptune.numerics.quantize import (
     QuantizedBlocks,
@@ -32,23 +38,28 @@ __all__ = [
     "E4M3",
     "E5M2",
     "FORMATS",
+    "INT4",
+    "INT4_GROUP",
     "INT8",
     "MX_BLOCK",
     "ROTATION_BLOCK",
     "Format",
     "QuantizedBlocks",
     "QuantizedColumns",
+    "QuantizedGroups",
     "QuantizedMX",
     "QuantizedRows",
     "QuantizedTensor",
     "Scale",
     "dequantize",
     "dequantize_blocks",
+    "dequantize_groups",
     "expand_blocks",
     "find_scale",
     "nan_as_inf",
     "quantize_blocks",
     "quantize_columns",
+    "quantize_groups",
     "quantize_mx",
     "quantize_rows",
     "quantize_tensor",

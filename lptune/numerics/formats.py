@@ -49,6 +49,9 @@ INT8 = Format("int8", torch.int8, 127.0)
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_exponent=-14)
 
+INT4 = Format("int4", torch.int8, 7.0)
+"""Codes of -7 to 7 in int8. Not in FORMATS, since no kernel multiplies in it (groups.py)."""
+
 FORMATS = {fmt.name: fmt for fmt in (INT8, E4M3, E5M2)}
 
 # Longest contraction of int8 products that cannot overflow an int32 accumulator.

@@ -27,7 +27,7 @@ from lptune.config import CheckpointConfig, ExportConfig, FinetuneConfig
 from lptune.distributed import Piece
 from lptune.linear.plan import FELL_BACK
 from lptune.models.headers import open_tensors
-from lptune.numerics import E4M3, FORMATS, quantize_blocks, quantize_rows, quantize_tensor
+from lptune.numerics import E4M3, quantize_blocks, quantize_rows, quantize_tensor
 from tests.helpers import tiny_run, warm
 from tests.helpers.ranks import run_ranks
 
@@ -39,8 +39,14 @@ SERVED = {
     "float8_rowwise": "float8",
     "float8_tensorwise": "float8",
     "float8_blockwise": "float8_block",
+    "int4_weight": "int4",
 }
-IN_BFLOAT16 = {"int8_rowcol", "float8_tensorwise", "float8_blockwise"}  # the others compute in float32
+IN_BFLOAT16 = {
+    "int8_rowcol",
+    "float8_tensorwise",
+    "float8_blockwise",
+    "int4_weight",
+}  # the others compute in float32
 
 
 INDEX = "model.safetensors.index.json"
@@ -112,7 +118,22 @@ def _train(
 def _export(path: Path, base: Path, folder: Path, quantized: str, **keys: Any) -> Tensors:
     cfg = ExportConfig(quantized=quantized, **keys)
     checkpoint.export_hf(path, checkpoint.read_index(base), folder, cfg)
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    found = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    return _unpacked(found) if quantized == "int4" else found
+
+
+def _unpacked(tensors: Tensors) -> Tensors:
+    """Packed codes as int8 under the names of their weights, each with a scale."""
+    found = dict(tensors)
+    for name in [each for each in tensors if each.endswith("_packed")]:
+        weight, bytes_NB = name.removesuffix("_packed"), found.pop(name).view(torch.uint8)
+        n, k = found.pop(f"{weight}_shape").tolist()
+        found[weight] = torch.stack((bytes_NB & 15, bytes_NB >> 4), 2).view(n, -1)[:, :k].to(torch.int8) - 8
+        scale_NG = found[f"{weight}_scale"]
+        assert scale_NG.dtype == torch.bfloat16
+        assert scale_NG.shape == (n, k // 32)
+        found[f"{weight}_scale"] = scale_NG.float().repeat_interleave(32, 1)
+    return found
 
 
 def _scale(tensors: Tensors, name: str) -> Tensor:
@@ -155,7 +176,7 @@ def test_the_exported_weights_are_those_that_training_multiplies_by(
     linear.convert(model, _config(kind).precision)
     model.to_empty(device="cpu")
     checkpoint.load_weights(checkpoint.verify(trained[kind]), model)
-    largest = FORMATS["int8" if SERVED[kind] == "int8" else "e4m3"].max
+    largest = {"int8": 127.0, "int4": 1.0}.get(SERVED[kind], 448.0)
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     del layers["lm_head"]
     for name, layer in layers.items():
@@ -175,8 +196,10 @@ def test_the_exported_weights_are_those_that_training_multiplies_by(
 
 
 def _tokens(x: Tensor, quantized: str) -> Tensor:
-    """x by the rule of the servers, one scale per token. transformers dequantizes float8_block on a CPU."""
-    if quantized == "float8_block":
+    """x by the rule of the servers, one scale per token. transformers dequantizes float8_block on a CPU; int4
+    is multiplied in x's dtype.
+    """
+    if quantized in ("float8_block", "int4"):
         return x
     scale = x.abs().amax(-1, keepdim=True) / (127.5 if quantized == "int8" else 448)
     if quantized == "int8":
@@ -314,7 +337,7 @@ def test_what_no_format_has_is_one_line_and_other_rounding_a_note(
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(found[name], quantize_rows(high[name])[0])
     for path, of, line in (
-        (none, base, "no layer ran in 8 bits in its last steps"),
+        (none, base, "no layer ran in low precision in its last steps"),
         (stacked, stacked_base, "has no form for model.layers.0.mlp.experts.gate_up_proj"),
     ):
         with pytest.raises(UserError, match=line):
@@ -325,7 +348,7 @@ def test_what_no_format_has_is_one_line_and_other_rounding_a_note(
     plan = linear.convert(model, "int8_rowcol")
     with pytest.raises(UserError, match=r"has no form for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
         check_form(checkpoint.read_index(stacked_base), ExportConfig(quantized="int8"), plan, "int8_rowcol")
-    with pytest.raises(UserError, match=r"export.quantized: .* trains nothing in them"):
+    with pytest.raises(UserError, match=r"export.quantized: .* trains nothing in it"):
         dataclasses.replace(_config("none"), export=ExportConfig(quantized="int8"))
 
 
@@ -374,6 +397,20 @@ def _codes(found: Any, suffix: str, form: Any) -> Tensors:
     }
 
 
+def _int4_groups(w_NK: Tensor) -> Tensors:
+    """Codes of -8 to 7, all of which the format may have, with a scale for each 16 columns."""
+    (n, k), drawn = w_NK.shape, torch.Generator().manual_seed(6)
+    packed = torch.randint(-(2**31), 2**31, (n, k // 8), generator=drawn)
+    return {
+        "_packed": packed.to(torch.int32),
+        "_scale": (w_NK.unflatten(1, (-1, 16)).abs().amax(2) / 7.5).bfloat16(),
+        "_shape": torch.tensor([n, k]),
+    }
+
+
+_W4A16 = _ct("group", "int") | {"format": "pack-quantized"}
+_W4A16["config_groups"]["group_0"]["weights"] |= {"num_bits": 4, "group_size": 16}
+del _W4A16["config_groups"]["group_0"]["input_activations"]
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 16]}
 LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensors]]] = {
     "fp8_blocks": (FP8, lambda w: _codes(quantize_blocks(w, (32, 16), E4M3), "_scale_inv", torch.float32)),
@@ -388,6 +425,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensors]]] = {
         lambda w: _codes(quantize_rows(w, E4M3), "_scale", torch.bfloat16),
     ),
     "float8_tensor": (_ct("tensor", "float"), lambda w: _codes(quantize_tensor(w, E4M3), "_scale", (1,))),
+    "int4_groups": (_W4A16, _int4_groups),
     "mxfp4": ({"quant_method": "mxfp4"}, _mxfp4),
 }
 
@@ -423,7 +461,7 @@ def test_weights_are_those_that_transformers_dequantizes(layout: str, tmp_path: 
         wanted = theirs[name.removesuffix(".weight")] if name not in theirs else theirs[name]
         if wanted.dim() == 3:  # our experts are one matrix, theirs turned
             wanted = wanted.transpose(1, 2).reshape(parameter.shape)
-        rounds = layout == "float8_rows" and "_proj.weight" in name
+        rounds = layout in ("float8_rows", "int4_groups") and "_proj.weight" in name
         found = parameter.bfloat16().float() if rounds else parameter
         assert torch.equal(found, wanted), name
 
@@ -518,6 +556,16 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors, str], None], str]] = {
         "fp8_blocks",
         lambda t, n: t.update({f"{n}_scale_inv": t[f"{n}_scale_inv"][:2]}),
         r"\[2, 4\], \[128, 64\] of .* need a float of \[4, 4\]",
+    ),
+    "groups": (
+        "int4_groups",
+        lambda t, n: t.update({f"{n}_scale": t[f"{n}_scale"][:, :3]}),
+        r"\[128, 3\], of 16 columns each, and does not belong to \[128, 8\]",
+    ),
+    "one for all": (
+        "int4_groups",
+        lambda t, n: t.update({f"{n}_scale": torch.ones((), dtype=torch.bfloat16)}),
+        r"\[\], of 16 columns each",
     ),
     "transposed": (
         "int8_rows",

@@ -90,7 +90,7 @@ def test_8_bits_that_the_run_never_had_are_refused_by_the_option_that_asked(
     code, _, err = command(*asked)
     assert (code, err.count("\n")) == (2, 1)
     assert "(precision.kind=none)" in err
-    assert "; leave --quantized out, and " in err
+    assert "`lptune export RUN FOLDER --quantized none`" in err
     assert "export.quantized" not in err
     assert not (tmp_path / "a").exists()
     # Without the option, a run whose config has a format would be exported in that.
@@ -100,8 +100,8 @@ def test_8_bits_that_the_run_never_had_are_refused_by_the_option_that_asked(
         return replace(read_state(of), content=content | {"about": content["about"] | {"quantized": "int8"}})
 
     monkeypatch.setattr("lptune.checkpoint.read_state", of_int8)
-    assert "; give --quantized none, and " in command(*asked)[2]
-    assert "; give --quantized none, and " in command(*asked[:3])[2]
+    assert "--quantized none`" in command(*asked)[2]
+    assert "--quantized none`" in command(*asked[:3])[2]
 
 
 def test_a_base_that_has_moved_is_named_and_given(run: Path, tmp_path: Path, command: Command) -> None:

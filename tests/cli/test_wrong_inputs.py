@@ -442,7 +442,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("validate open.yaml", "open.yaml: line | not valid YAML"),
     ("validate toy.yaml optimzer.lr=1e-4", "argument 'optimzer.lr=1e-4': unknown key | did you mean 'optimizer'?"),
     ("validate toy.yaml num_steps=1.5", "argument 'num_steps=1.5': num_steps: must be an integer, found 1.5"),
-    ("validate toy.yaml precision.kind=int8", "'precision.kind=int8' | of its 11 choices | mean 'int8_rowcol'?"),
+    ("validate toy.yaml precision.kind=int8", "'precision.kind=int8' | of its 12 choices | mean 'int8_rowcol'?"),
     ("validate toy.yaml precision.kind", "argument 'precision.kind': overrides have the form key=value"),
     ("validate toy.yaml data.eval_fraction=0.1 data.eval_source=builtin", "data.eval_fraction | set one of them"),
     ("validate toy.yaml checkpoint.keep_best=1", "checkpoint.keep_best: needs evaluations | set data.eval_fraction"),

@@ -25,7 +25,7 @@ from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig
 from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import Ranks
 
-HIDDEN, INNER, ROWS, TOKENS = 64, 160, 2, 32
+HIDDEN, INNER, ROWS, TOKENS = 64, 192, 2, 32
 # int8_weight_only stores what distribute_tensor cannot cut.
 KINDS = [kind for kind in PRECISION_KINDS if kind != "int8_weight_only"]
 

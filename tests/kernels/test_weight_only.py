@@ -1,11 +1,11 @@
-"""The GEMM that reads its weight in 8 bits."""
+"""GEMMs in compute dtype with a weight in 8 bits, and one that is rounded to 4."""
 
 import pytest
 import torch
 
 from lptune import numerics
-from lptune.kernels import layer_handle, record_gemms, weight_only_mm
-from lptune.numerics import quantize_rows
+from lptune.kernels import int4_weight_mm, layer_handle, record_gemms, weight_only_mm
+from lptune.numerics import dequantize_groups, quantize_groups, quantize_rows
 from tests.proofs import noise
 
 
@@ -39,14 +39,29 @@ def test_rows_of_any_stride_give_the_same_bits() -> None:
     assert torch.equal(weight_only_mm(a, wide[:, 16:], w.scale_M1, True, handle, 0), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_in_4_bits_is_rounded_for_the_product_alone(dtype: torch.dtype) -> None:
+    a_TK, a_TN, w_NK = (torch.randn(sizes).to(dtype) for sizes in ((9, 72), (9, 40), (40, 72)))
+    before, rounded = w_NK.clone(), dequantize_groups(quantize_groups(w_NK), dtype)
+    handle = layer_handle(-1)
+    assert torch.equal(int4_weight_mm(a_TK, w_NK, True, handle, 0), a_TK @ rounded.t())
+    assert torch.equal(int4_weight_mm(a_TN, w_NK, False, handle, 1), a_TN @ rounded)
+    assert torch.equal(w_NK, before)
+
+
 def test_it_is_a_well_formed_op_and_counted() -> None:
     w = quantize_rows(torch.randn(32, 48))
     handle = layer_handle(3)
     with record_gemms() as executed:
         weight_only_mm(torch.randn(5, 48), *w, True, handle, 0)
         weight_only_mm(torch.randn(5, 32), *w, False, handle, 1)
-    assert dict(executed) == {(3, 0): 1, (3, 1): 1}
+        int4_weight_mm(torch.randn(5, 48), torch.randn(32, 48), True, handle, 0)
+    assert dict(executed) == {(3, 0): 2, (3, 1): 1}
     for transposed, inner in ((True, 48), (False, 32)):
         torch.library.opcheck(
             torch.ops.lptune.weight_only_mm.default, (torch.randn(5, inner), *w, transposed, handle, 0)
+        )
+        torch.library.opcheck(
+            torch.ops.lptune.int4_weight_mm.default,
+            (torch.randn(5, inner), torch.randn(32, 48), transposed, handle, 0),
         )

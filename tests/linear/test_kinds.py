@@ -18,7 +18,6 @@ from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
 from lptune.linear.kind import Shard
 from lptune.linear.shared_input import alone
 from lptune.linear.weights.weight_amax import shard_amaxes
-from lptune.numerics import FORMATS
 from tests.helpers import cold
 
 LIBRARY = Path(linear.__file__).parents[1]
@@ -30,7 +29,7 @@ NAMED_IN = {
     "plan/traffic.py",  # the kinds whose bytes the model of a GPU knows
     "tools/doctor/with_torch.py",  # the kinds that are recommended
     "training/first_loss.py",  # the kind that it recommends
-    "tools/migrate/axolotl.py",  # what other trainers' settings are here
+    "tools/migrate/trainer.py",  # what other trainers' settings are here
     "tools/migrate/torchtitan.py",
     "tools/migrate/torchtune.py",
 }
@@ -84,7 +83,7 @@ def test_the_import_fails_where_the_config_has_other_kinds_and_says_where() -> N
 
 
 def _is_integer(kind: Kind) -> bool:
-    return FORMATS[kind.fmt].dtype == torch.int8
+    return kind.fmt in ("int8", "int4")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

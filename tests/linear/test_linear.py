@@ -290,7 +290,7 @@ class _Copies(TorchDispatchMode):
 
 
 LAYOUT_MODES = [
-    *(mode for mode in MODES if mode[0] != "int8_weight_only"),
+    *(mode for mode in MODES if linear.KINDS[mode[0]].operations),
     *(
         (kind, PRECISION_KINDS[kind].grad_input[0], PRECISION_KINDS[kind].grad_weight[0], "stochastic")
         for kind in KINDS

@@ -17,7 +17,7 @@ from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig
 
 T, K, N = 48, 64, 32
 BATCH, SEQ_LEN = 2, 18
-KINDS = [kind for kind in PRECISION_KINDS if kind not in ("none", "int8_weight_only")]
+KINDS = [kind for kind in PRECISION_KINDS if kind != "none" and linear.KINDS[kind].operations]
 SHARING = [kind for kind in KINDS if kind != "float8_delayed"]
 """Not the delayed kind: its quantizer writes each layer's own history."""
 FOUR, SEVEN = 4, 7

@@ -255,7 +255,7 @@ def _check_first_step(model: models.Decoder, plan: linear.Plan, taps: "Taps", ou
 
 def _alone(spec: linear.LinearSpec, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor) -> dict[str, Tensor]:
     """The layer by itself, eagerly, under a number of its own: with an empty history for delayed scaling."""
-    if not spec.multiplies_in_8_bits:
+    if spec.kind.keys.stores_low:
         return {"output": x_TK @ w_NK.t(), "grad_input": g_TN @ w_NK, "grad_weight": g_TN.t() @ x_TK}
     x_TK, w_NK = x_TK.clone().requires_grad_(), w_NK.clone().requires_grad_()
     number = LIVE.enter()

@@ -46,6 +46,7 @@ from torch import Tensor
 from lptune import numerics
 from lptune.linear import Kind, LinearSpec
 from lptune.linear.kinds.blockwise import Blockwise
+from lptune.linear.kinds.int4_weight import Int4Weight
 from lptune.linear.kinds.int8_weight_only import Int8WeightOnly
 from lptune.linear.kinds.rowwise import Rowwise
 from lptune.linear.kinds.tensorwise import Tensorwise
@@ -193,7 +194,13 @@ def rounded(
     a format of few steps: with 7 the prediction was 0.15 % too low. There, describe the error as known:
     `exact(tensor_MK).plus(known(dequantized - tensor_MK))`, as tests/linear/test_toy_kind.py does.
     """
-    noise = rounding_noise(tensor_MK, block, FORMATS[fmt], power_of_two=power_of_two, stochastic=stochastic)
+    noise = rounding_noise(
+        tensor_MK,
+        block,
+        FORMATS[fmt],
+        power_of_two=power_of_two,
+        stochastic=stochastic,
+    )
     return exact(tensor_MK).plus(noise)
 
 
@@ -383,6 +390,18 @@ def _(kind: Int8WeightOnly, spec: LinearSpec, gemm: str, a: Tensor, b: Tensor) -
     return exact(a), exact(b.t() if gemm == "output" else b)
 
 
+@low_operands.register
+def _(kind: Int4Weight, spec: LinearSpec, gemm: str, a: Tensor, b: Tensor) -> Operands:
+    """W is rounded by groups of a row. A format of so few steps has a known error (see `rounded`)."""
+    n, k = b.shape
+    w_NGC = b.to(torch.float32).view(n, k // kind.weight_group, kind.weight_group)
+    scale_NG1 = (w_NGC.abs().amax(2, keepdim=True) / 7).to(torch.bfloat16).to(torch.float64)
+    scale_NG1 = torch.where(scale_NG1 == 0, 1.0, scale_NG1)
+    rounded_NK = ((w_NGC.double() / scale_NG1).round() * scale_NG1).view(n, k).to(b.dtype)
+    w = exact(b).plus(known(rounded_NK.double() - b.double()))
+    return exact(a), w.t() if gemm == "output" else w
+
+
 def weight_scale_block(kind: Kind, w_NK: Tensor) -> tuple[int, int]:
     """(rows, columns) of the scale blocks of W in `output`."""
     n, k = w_NK.shape
@@ -390,6 +409,8 @@ def weight_scale_block(kind: Kind, w_NK: Tensor) -> tuple[int, int]:
         return 1, k
     if kind.one_scale:
         return n, k
+    if kind.weight_group > 1:
+        return 1, kind.weight_group
     size: int = kind.size  # type: ignore[attr-defined]
     return (1, size) if kind.weight_block is None else (size, size)
 

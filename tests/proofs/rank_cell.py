@@ -152,7 +152,7 @@ def _start(cell: Cell, cfg: FinetuneConfig, world: distributed.World) -> TinyRun
     content: dict[str, Any] = {"tie_word_embeddings": cell.has("tied head")}
     if cell.has("uneven rows"):
         # Halves that tensor parallelism makes are multiples of 16, too.
-        content |= {"vocab_size": 131, "intermediate_size": 160 if cell.is_3d else 144}
+        content |= {"vocab_size": 131, "intermediate_size": 192 if cell.is_3d else 144}
     freeze = _freeze if cell.has("frozen layer") else None
     return TinyRun(cfg, world, tiny_run.decoder_config(**content), freeze=freeze)
 

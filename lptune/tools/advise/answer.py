@@ -52,7 +52,7 @@ def timed(
                     f"--kind: {setting.device} has no GEMMs for {kind} and would only emulate it; it runs "
                     f"{', '.join(native)}"
                 )
-        chosen = kinds or tuple(native)
+        chosen = kinds or tuple(kind for kind in native if not PRECISION_KINDS[kind].for_servers)
         limit_s = seconds or SECONDS[world.device.type]
         if measures_quality:
             setting = _with_quality(cfg, setting, chosen, limit_s, world)

@@ -83,7 +83,10 @@ def kind_lines(supports: Mapping[str, Support], speeds: Mapping[str, Speed]) -> 
     absent = []
     for kind, found in supports.items():
         if found.how == "compute":
-            text = "runs anywhere: weights stored in INT8, GEMMs in the compute dtype; saves memory, not time"
+            what = "weights stored in INT8, GEMMs in the compute dtype; saves memory, not time"
+            if PRECISION_KINDS[kind].for_servers:
+                what = "weights rounded to 4 bits for INT4 servers, GEMMs in the compute dtype"
+            text = f"runs anywhere: {what}"
             yield Line("kinds", kind, OK, text)
         elif found.how == "native":
             speed = speeds.get(found.fmt)

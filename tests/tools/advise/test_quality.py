@@ -19,7 +19,9 @@ KINDS = {kind: PrecisionConfig(kind=kind) for kind in ("int8_rowcol", "int8_rota
 
 def test_each_published_figure_is_the_one_in_the_table() -> None:
     rows = re.findall(r"^\| `(\w+)` \| .*?([+-][\d.]+ ± [\d.]+ %) \|$", PAGE.read_text("utf-8"), re.MULTILINE)
-    assert {kind: str(each) for kind, each in PUBLISHED.differences.items()} == dict(rows)
+    found = {kind: str(each) for kind, each in PUBLISHED.differences.items()}
+    assert found.pop("int4_weight") == "unknown"  # without training for it
+    assert found == dict(rows)
     assert {*PUBLISHED.differences, "none"} == set(PRECISION_KINDS)
 
 
