@@ -29,6 +29,7 @@ NAMED_IN = {
     "plan/traffic.py",  # the kinds whose bytes the model of a GPU knows
     "tools/doctor/with_torch.py",  # the kinds that are recommended
     "training/first_loss.py",  # the kind that it recommends
+    "tools/migrate/draft.py",
     "tools/migrate/trainer.py",  # what other trainers' settings are here
     "tools/migrate/torchtitan.py",
     "tools/migrate/torchtune.py",

@@ -20,6 +20,7 @@ from lptune.tools.migrate.draft import (
     drop,
     each,
     if_on,
+    int4_weights,
     integer_to,
     later,
     number_to,
@@ -53,7 +54,7 @@ _SHARED = (
 
 
 def fill(draft: Draft) -> None:
-    """Fills `draft` from an axolotl config. Raises UserError (one line) for adapters, QAT and preferences."""
+    """Fills `draft` from an axolotl config. Raises UserError (one line) for adapters and preferences."""
     _check_kind(draft)
     walk(draft, RULES)
     if draft.get("pretraining_dataset") is not None:
@@ -97,10 +98,14 @@ def _check_kind(draft: Draft) -> None:
     for key in ("reward_model", "process_reward_model", "num_labels"):
         if draft.get(key):
             raise refuse(draft, f"{key}: {draft.get(key)} trains a classifier", "")
-    for key in ("qat", "diffusion", "processor_type"):
+    for key in ("diffusion", "processor_type"):
         if draft.get(key) is not None:
-            what = {"qat": "is quantization-aware training", "diffusion": "trains a diffusion model"}
+            what = {"diffusion": "trains a diffusion model"}
             raise refuse(draft, f"{key}: {what.get(key, 'reads images or sound')}", "")
+    weights, tokens = draft.get("qat.weight_dtype"), draft.get("qat.activation_dtype")
+    if draft.get("qat") is not None and (weights != "int4" or tokens is not None):
+        instead = "; precision.kind=int4_weight has it, of weights in 4 bits alone"
+        raise refuse(draft, "qat: is quantization-aware training", instead)
 
 
 def _set_batches(draft: Draft) -> None:
@@ -378,6 +383,7 @@ _CACHED = drop(NOT_NEEDED, "tokenized once, into data.cache; rows are always shu
 _WATCHDOG = drop(BY_DESIGN, "diverged_after_steps ends a run whose loss is not finite")
 
 RULES: Rules = {
+    "qat": int4_weights,
     "base_model": base_model,
     **each("model_type is_llama_derived_model", drop(NOT_NEEDED, "the family is read from config.json")),
     **each("base_model_config tokenizer_{type,config,use_fast,legacy}", _TOKENIZER),

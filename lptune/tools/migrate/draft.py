@@ -261,6 +261,13 @@ def later(draft: Draft, key: str, value: Any) -> None:
     """Decided with other keys, when all have been seen."""
 
 
+def int4_weights(draft: Draft, key: str, value: Any) -> None:
+    """Quantization-aware training of weights in 4 bits."""
+    note = "scales for 32 columns of a row; every layer from the first step on, but those of precision.skip"
+    draft.set("precision.kind", "int4_weight", key, note=note)
+    draft.set("export.quantized", "int4", key, note="and `lptune export --quantized none` in high precision")
+
+
 def refuse(draft: Draft, what: str, instead: str) -> UserError:
     """The one line for a config of another kind of training."""
     return UserError(f"{draft.file}: {what}; lptune trains all weights of a text decoder{instead}")

@@ -28,6 +28,7 @@ from lptune.tools.migrate.draft import (
     drop,
     each,
     if_on,
+    int4_weights,
     integer_to,
     later,
     leaves,
@@ -44,7 +45,7 @@ _MAX_REFERENCES = 32
 
 
 def fill(draft: Draft) -> None:
-    """Fills `draft` from a torchtune config. Raises UserError (one line) for LoRA, QAT, DPO and others."""
+    """Fills `draft` from a torchtune config. Raises UserError (one line) for LoRA, DPO and others."""
     draft.values = _resolved(draft, draft.values)
     _check_kind(draft)
     walk(draft, RULES, ("clip_grad_norm", "seed", "run_val_every_n_steps", "tokenizer.max_seq_len"))
@@ -82,8 +83,13 @@ def _check_kind(draft: Draft) -> None:
         raise refuse(draft, f"{loss} is a loss of preferences or rewards", where)
     if draft.get("teacher_model") is not None:
         raise refuse(draft, "a teacher_model is distilled", "; see the recipe distill (docs/distillation.md)")
-    if draft.get("quantizer") is not None:
-        raise refuse(draft, "a quantizer means quantization-aware training (QAT)", "; there is no QAT here")
+    quantizer = str(draft.get("quantizer._component_", ""))
+    if draft.get("quantizer") is not None and "Int4WeightOnlyQAT" not in quantizer:
+        raise refuse(
+            draft,
+            f"quantizer: {quantizer.rpartition('.')[2]} is quantization-aware training (QAT)",
+            "; precision.kind=int4_weight has it, of weights in 4 bits alone",
+        )
     for missing in ("model", "optimizer"):
         if not draft.section(missing):
             raise refuse(draft, f"is no training config (it has no `{missing}`)", "")
@@ -512,6 +518,7 @@ def _scheduler(draft: Draft, key: str, value: Any) -> None:
 
 
 RULES: Rules = {
+    "quantizer": int4_weights,
     "output_dir": to("output_dir"),
     "model": _model,
     "seed": _seed,

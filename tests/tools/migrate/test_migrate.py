@@ -344,6 +344,19 @@ def test_data_sets_of_llama_factory_are_those_of_its_table(
     recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
 
 
+def test_training_of_weights_in_4_bits_is_int4_weight(tmp_path: Path) -> None:
+    name = "torchtune.training.quantization.Int4WeightOnlyQATQuantizer"
+    for source, theirs in (
+        (torchtune_8b, {"quantizer": {"_component_": name, "groupsize": 128}}),
+        (AXOLOTL_8B, {"qat": {"weight_dtype": "int4", "group_size": 32, "quantize_embedding": None}}),
+    ):
+        draft = migrate(edited(tmp_path, source, lambda values, theirs=theirs: values.update(theirs)))
+        found = settings(draft)
+        assert (found["precision.kind"], found["export.quantized"]) == ("int4_weight", "int4")
+        assert counts(draft)["lost"] == 0
+        recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "x")), ())
+
+
 def test_the_losses_of_preferences_keep_their_factors(tmp_path: Path) -> None:
     """Defaults differ: ours of simpo is 2.0."""
     for theirs, ours in (
@@ -607,7 +620,7 @@ def test_a_recipe_of_mx_that_is_not_mxfp8_is_to_fill_in(name: str | None, tmp_pa
         (AXOLOTL_8B, {"adapter": "qlora"}, "adapter: qlora trains adapters"),
         (AXOLOTL_8B, {"load_in_4bit": True}, "4 or 8 bits"),
         (AXOLOTL_8B, {"rl": "kto"}, "full_kto"),
-        (AXOLOTL_8B, {"qat": {"weight_dtype": "int4"}}, "quantization-aware"),
+        (AXOLOTL_8B, {"qat": {"weight_dtype": "int4", "activation_dtype": "int8"}}, "quantization-aware"),
         (AXOLOTL_8B, {"reward_model": True}, "classifier"),
         (AXOLOTL_8B, {"datasets": [{"type": "alpaca"}]}, "datasets[0]: names no `path`"),
         ("a.py", "def llama3_8b(): pass", "--debug.save_config_file"),
