@@ -35,13 +35,13 @@ def check_first_loss(
     step: number of steps done; a run that continues has had its line.
 
     Measures nothing where no layer can run in compute dtype (int8_weight_only keeps no other weights, and
-    tensor parallelism cuts the layers), and for soft-capped attention on a GPU. model: parallelized, with
-    weights. low: of `model`.
+    tensor parallelism cuts the layers), for soft-capped attention on a GPU, and for a kind that is taken for
+    what is served, whose cost training is to take back. model: parallelized, with weights. low: of `model`.
     """
-    kind = cfg.precision.kind
+    kind, keys = cfg.precision.kind, PRECISION_KINDS[cfg.precision.kind]
     if model.facts.attention_softcap is not None and world.device.type == "cuda":
         return  # its attention is a compiled kernel, and these passes are eager: it would store all scores
-    if step or cfg.precision.is_none or PRECISION_KINDS[kind].stores_low or cfg.parallel.tensor > 1:
+    if step or cfg.precision.is_none or keys.stores_low or keys.for_servers or cfg.parallel.tensor > 1:
         return
     batch = loader.micro_batches(0)[0].to(world.device)
     with leaving_no_trace(model, low, loader, 0):

@@ -31,6 +31,7 @@ def world() -> Iterator[distributed.World]:
         ("int8_rowcol", 300, True),
         ("int8_rotated", 1, False),
         ("int8_weight_only", 300, False),
+        ("int4_weight", 300, False),
         ("none", 300, False),
     ],
 )
