@@ -33,6 +33,7 @@ from lptune.tools.migrate.draft import (
 from lptune.tools.migrate.trainer import (
     OPTIMIZERS,
     SCHEDULES,
+    ask_for_source,
     base_model,
     bf16,
     epochs,
@@ -40,6 +41,7 @@ from lptune.tools.migrate.trainer import (
     known_steps,
     reinit,
     set_float8,
+    set_held_out,
     set_offload,
     set_recomputation,
     set_warmup,
@@ -204,8 +206,7 @@ def _fill_data(draft: Draft) -> None:
         draft.drop("datasets", NOT_OFFERED, "pretraining_dataset is what is trained on")
     entries = _entries(draft, key)
     if not entries:
-        draft.set("data.source", "FILL-IN.jsonl")
-        draft.ask("data.source", "a file, a folder, a glob or a hub data set")
+        ask_for_source(draft)
     elif len(entries) == 1:
         for ours, (value, theirs, note) in entries[0].items():
             draft.set(f"data.{ours}", value, *theirs, note=note)
@@ -220,19 +221,7 @@ def _fill_data(draft: Draft) -> None:
 
 
 def _held_out(draft: Draft) -> None:
-    share = draft.number("val_set_size", 0.0)
-    if share >= 1:
-        draft.drop("val_set_size", BY_DESIGN, "a share is held out, not a number of rows")
-        draft.ask("data.eval_fraction", f"{share:g} / the number of rows")
-    elif share > 0:
-        draft.set(
-            "data.eval_fraction",
-            share,
-            "val_set_size",
-            note="of the documents, before they are packed; other rows",
-        )
-    elif draft.get("val_set_size") is not None:
-        draft.drop("val_set_size", OFF)
+    set_held_out(draft, "val_set_size")
     tests = _entries(draft, "test_datasets")
     if len(tests) == 1:
         found = tests[0]

@@ -39,7 +39,7 @@ def find(file: Path) -> tuple[str, str, list[str]]:
         raise UserError(f"{file}: no such file") from None
     except UnicodeDecodeError:
         raise UserError(f"{file}: is not UTF-8 text") from None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot be read as a shell script: {error}") from None
     for words in commands:
         for number, word in enumerate(words):

@@ -86,11 +86,7 @@ def _set_preference(draft: Draft) -> None:
         draft.set("preference.target_margin", draft.number(key, 0.5), *draft.given(key))
     elif draft.get(key) is not None:
         draft.drop(key, OFF, "simpo alone has it")
-    key = "dpo_label_smoothing"
-    if draft.number(key, 0.0) > 0:
-        draft.set("preference.label_smoothing", draft.number(key, 0.0), key)
-    elif draft.get(key) is not None:
-        draft.drop(key, OFF)
+    trainer.set_label_smoothing(draft, "dpo_label_smoothing")
 
 
 # ---- data
@@ -112,16 +108,8 @@ def _fill_data(draft: Draft, stage: str) -> None:
             pairs = any(entry.get("format") == "pairs" for entry in found)
             draft.set(f"data.{ours}", given, key, note=PROMPTS if pairs else "")
     if draft.get("dataset") is None:
-        draft.set("data.source", "FILL-IN.jsonl")
-        draft.ask("data.source", "a file, a folder, a glob or a hub data set")
-    size = draft.number("val_size", 0.0)
-    if size >= 1:
-        draft.drop("val_size", BY_DESIGN, "a share is held out, not a number of rows")
-        draft.ask("data.eval_fraction", f"{size:g} / the number of rows")
-    elif size > 0:
-        draft.set("data.eval_fraction", size, "val_size", note="of the documents; other rows")
-    elif draft.get("val_size") is not None:
-        draft.drop("val_size", OFF)
+        trainer.ask_for_source(draft)
+    trainer.set_held_out(draft, "val_size")
 
 
 def _known_data(draft: Draft) -> tuple[Path, dict[str, Any]]:

@@ -178,6 +178,33 @@ def set_float8(draft: Draft) -> None:
             draft.drop(each_key, OFF)
 
 
+def ask_for_source(draft: Draft) -> None:
+    """The file names no data."""
+    draft.set("data.source", "FILL-IN.jsonl")
+    draft.ask("data.source", "a file, a folder, a glob or a hub data set")
+
+
+def set_held_out(draft: Draft, key: str) -> None:
+    """data.eval_fraction from a share, or a number of rows, that is held out."""
+    size = draft.number(key, 0.0)
+    if size >= 1:
+        draft.drop(key, BY_DESIGN, "a share is held out, not a number of rows")
+        draft.ask("data.eval_fraction", f"{size:g} / the number of rows")
+    elif size > 0:
+        note = "of the documents, before they are packed; other rows"
+        draft.set("data.eval_fraction", size, key, note=note)
+    elif draft.get(key) is not None:
+        draft.drop(key, OFF)
+
+
+def set_label_smoothing(draft: Draft, key: str) -> None:
+    """preference.label_smoothing, which losses without it refuse."""
+    if draft.number(key, 0.0) > 0:
+        draft.set("preference.label_smoothing", draft.number(key, 0.0), key)
+    elif draft.get(key) is not None:
+        draft.drop(key, OFF)
+
+
 # ---- rules
 
 

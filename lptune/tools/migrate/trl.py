@@ -63,10 +63,9 @@ def fill(draft: Draft) -> None:
 
 def _command(draft: Draft) -> str:
     """sft, dpo or kto, by keys that one of them alone has."""
-    if draft.given(*_OF_KTO):
-        return "kto"
     losses = set(draft.names("loss_type")) - _LOSSES_OF_SFT
     command = "dpo" if losses or draft.given(*_OF_DPO) else "sft"
+    command = "kto" if draft.given(*_OF_KTO) else command
     draft.assumed.append(f"the file is one of `trl {command}`, by its keys.")
     return command
 
@@ -95,11 +94,7 @@ def _set_preference(draft: Draft) -> None:
         draft.drop("loss_type", NOT_OFFERED, f"{', '.join(listed)}: sigmoid and ipo are offered")
         draft.ask("preference.loss", "dpo, ipo, simpo or orpo")
     draft.set("preference.beta", draft.number("beta", 0.1), *draft.given("beta"))
-    smoothing = draft.number("label_smoothing", 0.0)
-    if smoothing > 0:
-        draft.set("preference.label_smoothing", smoothing, "label_smoothing")
-    elif draft.get("label_smoothing") is not None:
-        draft.drop("label_smoothing", OFF)
+    trainer.set_label_smoothing(draft, "label_smoothing")
 
 
 # ---- data
@@ -123,15 +118,15 @@ def _fill_data(draft: Draft) -> None:
         if split:
             draft.set("data.split", draft.get(*split), *split)
     else:
-        draft.set("data.source", "FILL-IN.jsonl")
-        draft.ask("data.source", "a file, a folder, a glob or a hub data set")
-    share, key = draft.number("test_split_size", 0.0), "test_split_size"
-    if 0 < share < 1:
-        draft.set("data.eval_fraction", share, key, note="of the documents; other rows")
-    elif draft.get(key) is not None:
-        draft.drop(key, OFF)
+        trainer.ask_for_source(draft)
+    trainer.set_held_out(draft, "test_split_size")
     strategies = draft.given("eval_strategy", "evaluation_strategy")
-    if strategies and draft.get(strategies[0]) not in ("no", False) and not listed and not share:
+    if (
+        strategies
+        and draft.get(strategies[0]) not in ("no", False)
+        and not listed
+        and not draft.get("test_split_size")
+    ):
         keys = draft.given("dataset_test_split")
         draft.set("data.eval_source", draft.value_of("data.source"), *keys)
         draft.set("data.eval_split", str(draft.get("dataset_test_split", "test")), *keys)

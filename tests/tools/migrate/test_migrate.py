@@ -404,6 +404,9 @@ def test_a_command_line_goes_over_the_file_that_it_names(tmp_path: Path) -> None
         script.write_text(text)
         with pytest.raises(UserError, match=message):
             migrate(script)
+    (tmp_path / "folder.sh").mkdir()
+    with pytest.raises(UserError, match=r"folder\.sh: cannot be read"):
+        migrate(tmp_path / "folder.sh")
 
 
 def test_interpolations_are_resolved_but_the_environment_is_not_read(
