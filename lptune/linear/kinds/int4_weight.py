@@ -19,62 +19,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, int4_weight_mm
-from lptune.linear.kind import Kind, LinearSpec
-from lptune.linear.shared_input import Once
+from lptune.kernels import Quantized, int4_weight_mm
+from lptune.linear.kind import LinearSpec
+from lptune.linear.kinds.weight_only import WeightOnly
 from lptune.numerics import INT4_GROUP, quantize_groups
 
 
-class Int4Weight(Kind):
+class Int4Weight(WeightOnly):
     """`int4_weight`: all three GEMMs run in the compute dtype, two of them with W rounded to 4 bits."""
 
     name = "int4_weight"
     served_as = "int4"
     fmt = "int4"
-    operations = ()  # no GEMM in 8 bits
     weight_group = INT4_GROUP
 
-    def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See Kind. What it saves is x, for grad_weight."""
-        assert quantized_x is None, "x is multiplied in compute dtype"
-        if spec.output == "high":  # fell back
-            return x_TK @ w_NK.t(), (x_TK,)
-        return int4_weight_mm(x_TK, w_NK, True, layer, OUTPUT), (x_TK,)
-
-    def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """See Kind. grad_weight is the gradient of the rounded weight."""
-        gx_TK = None
-        if needs_grad_input:
-            is_high = spec.grad_input == "high"
-            gx_TK = g_TN @ w_NK if is_high else int4_weight_mm(g_TN, w_NK, False, layer, GRAD_INPUT)
-        return gx_TK, g_TN.t() @ saved[0] if needs_grad_weight else None
+    def multiply(self, a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
+        """See WeightOnly. w_NK: of a's dtype."""
+        return int4_weight_mm(a_TM, w_NK, transposed, layer, gemm)
 
     def quantize_to_serve(
         self, spec: LinearSpec, w_NK: Tensor, compute_dtype: torch.dtype, beside: Mapping[str, Tensor]
     ) -> Quantized:
         """See Kind. The values are codes of -7 to 7; the scales (N, ceil(K / 32))."""
         return Quantized(*quantize_groups(w_NK.to(compute_dtype)))
-
-    def describe(self, spec: LinearSpec, gemm: str) -> str:
-        return f"{spec.fmt} weight"
 
     def describe_gather(self, spec: LinearSpec) -> str:
         return "high"

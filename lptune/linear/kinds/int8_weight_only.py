@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, weight_only_mm
-from lptune.linear.kind import Kind, LinearSpec
+from lptune.kernels import Quantized, weight_only_mm
+from lptune.linear.kind import LinearSpec
+from lptune.linear.kinds.weight_only import WeightOnly
 from lptune.linear.module import LowPrecisionLinear
-from lptune.linear.shared_input import Once
 from lptune.linear.weights.int8_weight import Int8Weight, dequantized, quantized, row_scales
 from lptune.linear.weights.stored import INT8_SCALE
 
@@ -76,7 +76,7 @@ class Int8WeightLinear(LowPrecisionLinear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class Int8WeightOnly(Kind):
+class Int8WeightOnly(WeightOnly):
     """`int8_weight_only`: W is stored in INT8, and all three GEMMs run in the compute dtype.
 
     No GEMM has options, because none quantizes an operand.
@@ -85,37 +85,13 @@ class Int8WeightOnly(Kind):
     name = "int8_weight_only"
     served_as = "int8"
     fmt = "int8"
-    operations = ()  # no GEMM in 8 bits
     row_scales = True  # a gather sends each row with its scale
     layer_class = Int8WeightLinear
 
-    def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See Kind. w_NK: an Int8Weight."""
-        assert quantized_x is None, "x is multiplied in compute dtype"
-        return _mm(x_TK, w_NK, True, layer, OUTPUT), (x_TK,)
-
-    def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """See Kind. w_NK: an Int8Weight."""
-        gx_TK = _mm(g_TN, w_NK, False, layer, GRAD_INPUT) if needs_grad_input else None
-        return gx_TK, g_TN.t() @ saved[0] if needs_grad_weight else None
+    def multiply(self, a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
+        """See WeightOnly. w_NK: an Int8Weight."""
+        assert isinstance(w_NK, Int8Weight), type(w_NK)
+        return weight_only_mm(a_TM, w_NK.q_NK, w_NK.scale_N1, transposed, layer, gemm)
 
     def quantize_to_serve(
         self, spec: LinearSpec, w_NK: Tensor, compute_dtype: torch.dtype, beside: Mapping[str, Tensor]
@@ -124,14 +100,5 @@ class Int8WeightOnly(Kind):
         rows = Int8Weight.from_float(w_NK, beside.get(INT8_SCALE))
         return Quantized(rows.q_NK, rows.scale_N1)
 
-    def describe(self, spec: LinearSpec, gemm: str) -> str:
-        return f"{spec.fmt} weight"
-
     def describe_gather(self, spec: LinearSpec) -> str:
         return spec.fmt
-
-
-def _mm(a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
-    """`a @ w.T` if transposed (a is x, M is K), else `a @ w` (a is g, M is N)."""
-    assert isinstance(w_NK, Int8Weight), type(w_NK)
-    return weight_only_mm(a_TM, w_NK.q_NK, w_NK.scale_N1, transposed, layer, gemm)

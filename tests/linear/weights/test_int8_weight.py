@@ -98,20 +98,20 @@ def test_convert_keeps_the_parameter_object_and_unconvert_gives_plain_dequantize
 def test_a_layer_that_multiplies_by_something_else_fails_the_verification(
     monkeypatch: pytest.MonkeyPatch, gemm: str
 ) -> None:
-    from lptune.linear.kinds import int8_weight_only as weight_only
-
-    original = weight_only._mm
+    kind = linear.KINDS["int8_weight_only"]
+    original = kind.multiply  # type: ignore[attr-defined]
 
     def planted(a_TM: Tensor, w_NK: Int8Weight, transposed: bool, layer: Tensor, index: int) -> Tensor:
         if index != ("output", "grad_input").index(gemm):
-            return original(a_TM, w_NK, transposed, layer, index)
+            found: Tensor = original(a_TM, w_NK, transposed, layer, index)
+            return found
         w = w_NK.dequantize(a_TM.dtype)
         return a_TM @ (w.t() if transposed else w)
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, K), nn.Linear(K, N))
     plan = linear.convert(model, INT8)
-    monkeypatch.setattr(weight_only, "_mm", planted)
+    monkeypatch.setattr(kind, "multiply", planted)
     with (
         pytest.raises(linear.PrecisionNotAppliedError, match=f"layer 1: {gemm} was to run"),
         linear.verify_step(model, plan, num_passes=1),
