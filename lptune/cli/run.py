@@ -19,7 +19,17 @@ from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
 from lptune.config import RunConfig, check_given_files_stay
 from lptune.launch import flags, launcher, rank
 
-_OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--restarts", "--help", "-h")
+_OWN_FLAGS = (
+    "--config",
+    "--verbose",
+    "-v",
+    "--nproc-per-node",
+    "--nnodes",
+    "--restarts",
+    "--hang-timeout",
+    "--help",
+    "-h",
+)
 
 
 @click.command(
@@ -40,6 +50,13 @@ _OWN_FLAGS = ("--config", "--verbose", "-v", "--nproc-per-node", "--nnodes", "--
     metavar="N",
     help="Start the run again after a failure, at most N times in a row without a new checkpoint.",
 )
+@click.option(
+    "--hang-timeout",
+    type=click.IntRange(min=0),
+    default=600,
+    metavar="S",
+    help="End the run, and say who hangs, after S seconds in which no rank goes on; 0: never.  [600]",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
 def run(
     config_name: str | None,
@@ -47,6 +64,7 @@ def run(
     nnodes: str | None,
     verbose: bool,
     restarts: int,
+    hang_timeout: int,
     arguments: tuple[str, ...],
 ) -> None:
     """Run RECIPE (a name or a path) with CONFIG and key=value overrides.
@@ -91,7 +109,7 @@ def run(
             preflight.check_models(cfg)
     given = [f"{name}={value}" for name, value in counts.items() if value is not None]
     if restarts:
-        _supervise(cfg, restarts, [*torchrun_flags, *given, *written])
+        _supervise(cfg, restarts, [*torchrun_flags, *given, f"--hang-timeout={hang_timeout}", *written])
     is_asked = any(value not in (None, "1", "1:1") for value in counts.values())
     if torchrun_flags or is_asked or flags.launches_by_environment():
         # Several machines print one banner, that of rank 0. Flags of torchrun are checked further on.
@@ -102,6 +120,7 @@ def run(
             ["run", str(recipe_path), "--config", str(config_path), *overrides],
             cfg,
             recipe_path,
+            hang_timeout,
         )
     flags.stay_on_loopback()
     _run_here(cfg, *names)

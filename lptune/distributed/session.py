@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from lptune.hardware.trials import check_trials
 from lptune.launch import preemption
 
 _HINT_S = 15.0  # as the launcher's, which waits for other machines
+_GROUP_TIMEOUT = timedelta(minutes=30)  # as gloo's
 
 
 class Boundary(NamedTuple):
@@ -228,6 +230,7 @@ def session(
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        _outlast_hangs([dist.group.WORLD, *mesh.get_all_groups()])
         world = World(rank=rank, size=size, device=here, mesh=mesh)
         if seed is not None:
             world.seed(seed)
@@ -308,6 +311,16 @@ def _meeting(rank: int, size: int) -> Iterator[None]:
         raise UserError(f"rank {rank} of {size} cannot meet the others at {where}: {reason}{todo}") from None
     finally:
         timer.cancel()
+
+
+def _outlast_hangs(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Lets the launcher find a hang (lptune/launch/hangs.py) before these groups do. NCCL's own watchdog ends
+    the processes after ten minutes, also of ranks that wait for one that works, and names nobody.
+    """
+    if (hang_timeout_s := launch.hang_timeout_s()) and dist.get_world_size() > 1:
+        timeout = max(_GROUP_TIMEOUT, timedelta(seconds=2 * hang_timeout_s))
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _device_type(device: str) -> str:

@@ -9,6 +9,7 @@
                       bound.py       a run as a process that does not outlive its parent
     in a rank         rank.py        start and end of a process that is a rank
     in both           outcome.py     files by which a rank tells how it ends
+                      hangs.py       finds out that no rank goes on, and which one the others wait for
                       log.py         output of the ranks that do not print to the console
                       preemption.py  signals that ask a run to stop
 
@@ -16,6 +17,7 @@ No file imports torch at its top. The names below are those that code in a rank 
 standard library alone, since a run listens to signals before it imports anything slower.
 """
 
+from lptune.launch.hangs import hang_timeout_s
 from lptune.launch.log import LOGS, keep_log, move_logs, redirect_output
 from lptune.launch.outcome import (
     LAUNCHER,
@@ -39,6 +41,7 @@ __all__ = [
     "Outcome",
     "Rank",
     "announce",
+    "hang_timeout_s",
     "hold",
     "keep_log",
     "move_logs",

@@ -27,17 +27,20 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lptune.base.errors import UserError
-from lptune.launch import flags, preemption, rendezvous
+from lptune.launch import flags, hangs, preemption, rendezvous
 from lptune.launch.log import LOGS, move_logs
 from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome
 from lptune.launch.watch import Watch, print_own
 
 
-def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: Path) -> NoReturn:
+def torchrun(
+    given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: Path, hang_timeout_s: float
+) -> NoReturn:
     """Runs `lptune ARGUMENTS` on several ranks; exits with the code of the cause.
 
     given: flags of torchrun, which describe the ranks. cfg, recipe: what `arguments` name, for the machines
-    to compare; logs of the other ranks go to the config's `output_dir`, if it has one.
+    to compare; logs of the other ranks go to the config's `output_dir`, if it has one. hang_timeout_s: see
+    hangs.py; 0: never.
     """
     flags.quieten()
     import torch
@@ -54,6 +57,7 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: P
     os.environ[OUTCOMES], os.environ[LAUNCHER] = str(folder), str(os.getpid())
     if not flags.keeps_logs_itself(args):
         os.environ[LOGS] = str(folder)
+    os.environ[hangs.TIMEOUT] = f"{hang_timeout_s:g}"
     args.log_dir = args.log_dir or str(folder / "torchrun")
     _silence("torch.distributed")
 
@@ -63,7 +67,7 @@ def torchrun(given: Sequence[str], arguments: Sequence[str], cfg: Any, recipe: P
         sys.stderr.flush()
         os._exit(code)  # a thread may wait for a store, where Python's own exit aborts the process
 
-    watch = Watch(folder, leave)
+    watch = Watch(folder, leave, hang_timeout_s)
     try:
         _listen(signals, watch, leave)
         digest = hashlib.sha256(recipe.read_bytes()).hexdigest()[:12]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from lptune.base.errors import UserError
+from lptune.launch.hangs import give_signs
 from lptune.launch.log import redirect_output
 from lptune.launch.outcome import LAUNCHER, OUTCOMES, Outcome, announce, hold, outcome_of, write_outcome
 
@@ -50,6 +51,7 @@ def as_rank(body: Callable[[], object]) -> None:
     if os.path.isdir(os.environ.get(OUTCOMES, "")):
         redirect_output()
         announce()
+        give_signs()
     error: BaseException | None = None
     try:
         body()

@@ -1,11 +1,11 @@
 """Restarts: `lptune run --restarts N` starts a run again after a failure that need not happen again.
 
-A killed rank, a lost machine, a collective that times out and an error of a device end a launch, on all its
-machines within a minute (watch.py). The supervisor, a process without torch that has started the launcher as
-its child, then starts the same command again. With `resume: auto` that goes on from the newest checkpoint,
-bit for bit, and on another number of ranks, too. Each machine has a supervisor; the launchers meet again in
-their rendezvous. So whatever a person does after a failure is all that happens here, and no state of the
-failed launch, its store, devices or collectives, is left to be mended.
+A killed rank, a lost machine, a hang and an error of a device end a launch on all its machines (watch.py,
+hangs.py). The supervisor, a process without torch that has started the launcher as its child, then starts
+the same command again. With `resume: auto` that goes on from the newest checkpoint, bit for bit, and on
+another number of ranks, too. Each machine has a supervisor; the launchers meet again in their rendezvous. So
+whatever a person does after a failure is all that happens here, and no state of the failed launch, its store,
+devices or collectives, is left to be mended.
 
 Three ends are final: a wrong input (2) and a divergence (3), which would only happen again, and a signal
 (130, 143), by which somebody stops the run. So is a failure after N restarts in a row without a new

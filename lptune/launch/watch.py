@@ -10,7 +10,9 @@ for NCCL, 30 for gloo). So the watch
 - waits a short time for a better explanation, then kills its ranks (safe at any moment, since checkpoints are
   published by a rename), and ends the launcher itself where torchrun hangs: in its exit barrier, or while it
   asks a store whose host is gone;
-- ends this machine when machine 0 has been silent for 45 s, as machine 0 does for each other machine.
+- ends this machine when machine 0 has been silent for 45 s, as machine 0 does for each other machine;
+- ends a run in which no rank has gone on for `hang_timeout_s`, and names those that the others wait for
+  (hangs.py).
 
 Code 143 is not a failure: a rank that exits with it has saved, and the other ranks get time to save. If there
 was nothing to save, they are ended, too. The watch passes signals of the launcher on to the ranks
@@ -32,6 +34,7 @@ from pathlib import Path
 
 from lptune.base.text import printable
 from lptune.launch.exchange import SILENCE_S, Exchange
+from lptune.launch.hangs import HangWatch
 from lptune.launch.outcome import LEAVING, Outcome, Rank, leave_line, read_outcomes, read_ranks
 from lptune.launch.rendezvous import Meeting
 
@@ -83,11 +86,13 @@ _STUCK_S = 6.0  # for torchrun to notice that its ranks are gone
 class Watch(threading.Thread):
     """Watches the ranks of this machine, which write their outcomes into `folder`.
 
-    leave: called with the exit code where the launcher would hang instead of ending.
+    leave: called with the exit code where the launcher would hang instead of ending. hang_timeout_s: 0: a
+    hang is not looked for.
     """
 
-    def __init__(self, folder: Path, leave: Callable[[int], None]) -> None:
+    def __init__(self, folder: Path, leave: Callable[[int], None], hang_timeout_s: float) -> None:
         super().__init__(name="lptune-watch", daemon=True)
+        self._hangs = HangWatch(folder, hang_timeout_s)
         self._folder, self._leave = folder, leave
         self._ranks: dict[int, Rank] = {}
         self._pidfds: dict[int, int] = {}
@@ -154,6 +159,7 @@ class Watch(threading.Thread):
             now_s = time.monotonic()
             outcomes = read_outcomes(self._folder)
             self._talk(outcomes)
+            self._look_for_hang(outcomes)
             patience_s = self._patience_s(outcomes)
             if patience_s is None:
                 continue
@@ -236,6 +242,14 @@ class Watch(threading.Thread):
             how = "has ended" if self._exchange.is_lost else f"has not answered for {SILENCE_S:.0f} s"
             line = f"the launcher of {self._exchange.machine_0} {how}"
             self._elsewhere.append(Outcome(-1, 1, time.time_ns(), "", line))
+
+    def _look_for_hang(self, outcomes: list[Outcome]) -> None:
+        ended = {outcome.rank for outcome in outcomes}
+        at_work = [rank for number, rank in self._ranks.items() if number not in ended]
+        if (hang := self._hangs.look(at_work, self._exchange)) is not None:
+            self._elsewhere.append(hang)
+            if self._exchange is not None:
+                self._exchange.publish(hang)
 
     # ---- the end of the launcher
 

@@ -1,0 +1,286 @@
+"""Hangs: which rank the others wait for, when none of them goes on.
+
+A collective returns when all of its ranks have entered it. If one never comes (its file system does not
+answer, a lock is never released, its process is stopped), the others wait without a word until the timeout of
+the process group, and then fail alike: nobody is named. So
+
+- in each rank, a thread looks once a second whether the rank goes on: whether a Python thread stands at
+  another instruction than before, or has entered or left a collective, or the rank computes on a CPU. If so
+  it touches a file. A recipe need not say that it is alive, and a long phase is no hang: one that reads data,
+  compiles or saves moves from one instruction to the next;
+- the launcher of machine 0 looks at these files, and hears of those of other machines (exchange.py). If no
+  rank has gone on for `--hang-timeout` seconds, all ranks are asked where they stand. All ranks enter the
+  same collectives in the same order, so the others wait for the rank that has entered the fewest;
+- a rank that does not answer is stopped or waits in the kernel, which /proc tells.
+
+The launch then ends with exit code 1, which `--restarts` starts again.
+
+torch counts collectives in its flight recorder. It gives them as JSON; the calls are not public, so without
+them a rank only tells its place.
+"""
+
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from lptune.launch.outcome import OUTCOMES, Outcome, Rank
+
+if TYPE_CHECKING:
+    from lptune.launch.exchange import Exchange
+
+TIMEOUT = "LPTUNE_HANG_TIMEOUT"
+"""Seconds without a sign of any rank after which a launch ends, set by the launcher for its ranks. 0: it
+never does."""
+_ANSWER_S = 5.0  # for the ranks to answer; as much again for the answers of other machines
+_LOOK_S = 1.0
+_ASKED = "asked"
+_MOST = 8  # ranks that a line names
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_STATES = {
+    "T": "its process is stopped (SIGSTOP, or a debugger)",
+    "D": "it waits in the kernel for a disk, a network file system or a device",
+    "Z": "its process has ended",
+}
+_STUCK = "its Python does not answer: a call does not give the interpreter's lock back"
+
+
+class Stand(NamedTuple):
+    """Where a rank stands. A rank that did not answer has a `place` alone, found by its launcher."""
+
+    rank: int
+    host: str
+    place: str
+    """In words."""
+    entered: int = -1
+    """Number of collectives, over all process groups; -1: unknown."""
+    completed: int = -1
+    stack: str = ""
+    """Of the main thread, as in a traceback."""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the rank told this itself."""
+        return bool(self.stack)
+
+
+# ---- in a rank
+
+
+def hang_timeout_s() -> float:
+    """Of the launcher of this rank; 0: no launcher looks for a hang."""
+    return float(os.environ.get(TIMEOUT, "0"))
+
+
+def give_signs() -> None:
+    """Starts the thread that tells the launcher when this rank goes on, and where it stands when asked."""
+    if hang_timeout_s():
+        arguments = Path(os.environ[OUTCOMES]), int(os.environ["RANK"])
+        threading.Thread(target=_give_signs, args=arguments, name="lptune-signs", daemon=True).start()
+
+
+def _give_signs(folder: Path, rank: int) -> None:
+    own, last = random.Random(), None  # not the generator of the recipe
+    computed_s = time.process_time()
+    with suppress(OSError):  # the launcher has ended, and its folder is gone
+        while not (folder / _ASKED).exists():
+            now = _instructions(), _count_collectives()
+            is_computing = time.process_time() - computed_s > _LOOK_S / 2 and not _uses_gpu()
+            if now != last or is_computing:
+                (folder / f"sign-{rank}").touch()
+            last, computed_s = now, time.process_time()
+            # Not each second: a loop whose period divides it would be seen at one place only.
+            time.sleep(own.uniform(0.6, 1.4) * _LOOK_S)
+        temporary = folder / f".stand-{rank}"
+        temporary.write_text(json.dumps(Stand(rank, socket.gethostname(), *_answer())), encoding="utf-8")
+        temporary.rename(folder / f"stand-{rank}")
+
+
+def _uses_gpu() -> bool:
+    """Whether this rank may wait for a GPU, for which CUDA lets a thread spin: the time of the CPU then says
+    nothing.
+    """
+    torch = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
+
+
+def _instructions() -> list[tuple[int, list[tuple[int, int]]]]:
+    """At which instruction each Python thread but this one stands, in all of its frames."""
+    here = threading.get_ident()
+    frames = sorted(sys._current_frames().items())
+    return [
+        (thread, [(id(each.f_code), each.f_lasti) for each, _ in traceback.walk_stack(frame)])
+        for thread, frame in frames
+        if thread != here
+    ]
+
+
+def _count_collectives() -> tuple[int, int]:
+    """How many collectives this rank has entered and completed, over all groups; (-1, -1) if unknown."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    dumps = [getattr(module, name) for name in _DUMPS if hasattr(module, name)]
+    groups: list[dict[str, str]] = []
+    for dump in dumps:
+        with suppress(Exception):  # not public: another version may take other arguments
+            groups += json.loads(dump(includeCollectives=False)).get("pg_status", {}).values()
+    if not groups:
+        return -1, -1
+    return tuple(  # type: ignore[return-value]
+        sum(max(0, int(group.get(f"last_{which}_collective", 0))) for group in groups)
+        for which in ("enqueued", "completed")
+    )
+
+
+def _answer() -> tuple[str, int, int, str]:
+    """The fields of a `Stand` after its host."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.extract_stack(frame)
+    start = next((at for at, each in enumerate(stack, 1) if each.name == "as_rank"), 0)
+    return _place_of(frame), *_count_collectives(), "".join(traceback.format_list(stack[start:]))
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """The innermost function that is neither torch's nor the standard library's, with file and line."""
+    frames = [each for each, _ in traceback.walk_stack(frame)]
+    if not frames:
+        return "outside of Python"
+    found = next((each for each in frames if _is_own(each.f_code.co_filename)), frames[0])
+    return f"{found.f_code.co_qualname} ({found.f_code.co_filename}:{found.f_lineno})"
+
+
+def _is_own(file: str) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    is_library = file.startswith(os.path.dirname(os.__file__)) and "-packages" not in file
+    return not (is_library or file.startswith("<") or (torch and file.startswith(os.path.dirname(torch))))
+
+
+# ---- in a launcher
+
+
+class HangWatch:
+    """Looks for a hang, in the launcher of a machine, by the signs of its ranks and of those elsewhere."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        """folder: of the ranks' files. timeout_s: 0: a hang is not looked for."""
+        self._folder, self._timeout_s = folder, timeout_s
+        self._times_ns: dict[str, int] = {}
+        self._num_signs = self._num_signs_anywhere = 0
+        self._quiet_s, self._looked_s = 0.0, time.monotonic()
+        self._asked_s: float | None = None
+        self._stands: list[Stand] = []
+
+    def look(self, ranks: Sequence[Rank], exchange: "Exchange | None") -> Outcome | None:
+        """Looks, at most once a second, whether a rank has gone on. If none has for the timeout, asks all
+        where they stand. Returns the end of the run, once it is known, on the machine that decides.
+
+        ranks: those of this machine that have started and not ended. exchange: None: there is one machine.
+        """
+        now_s = time.monotonic()
+        passed_s = now_s - self._looked_s
+        if not self._timeout_s or passed_s < _LOOK_S:
+            return None
+        self._looked_s = now_s
+        if self._asked_s is None:
+            self._count(exchange)
+            # Only time in which this process ran counts: a job that its scheduler suspends does not hang.
+            self._quiet_s += min(passed_s, 2 * _LOOK_S)
+            if self._is_to_ask(bool(ranks), exchange):
+                (self._folder / _ASKED).touch()
+                self._asked_s = now_s
+            return None
+        waited_s = now_s - self._asked_s
+        if not self._stands and not self._read(ranks, is_late=waited_s > _ANSWER_S):
+            return None
+        if exchange is None:
+            return self._end()
+        if not exchange.is_machine_0:
+            exchange.answer(self._stands)
+        elif exchange.has_all_answers or waited_s > 2 * _ANSWER_S:
+            self._stands += exchange.stands_elsewhere
+            return self._end()
+        return None
+
+    def _count(self, exchange: "Exchange | None") -> None:
+        times_ns = {file.name: file.stat().st_mtime_ns for file in self._folder.glob("sign-*")}
+        self._num_signs += times_ns != self._times_ns
+        self._times_ns = times_ns
+        anywhere = self._num_signs
+        if exchange is not None:
+            exchange.num_signs = self._num_signs
+            anywhere += exchange.num_signs_elsewhere
+        if anywhere != self._num_signs_anywhere:
+            self._num_signs_anywhere, self._quiet_s = anywhere, 0.0
+
+    def _is_to_ask(self, has_ranks: bool, exchange: "Exchange | None") -> bool:
+        if exchange is not None and not exchange.is_machine_0:
+            return exchange.is_asked
+        is_quiet = has_ranks and self._quiet_s >= self._timeout_s
+        if is_quiet and exchange is not None:
+            exchange.ask()
+        return is_quiet
+
+    def _read(self, ranks: Sequence[Rank], *, is_late: bool) -> bool:
+        """Reads the answers of the ranks here. Returns whether all are there, or those that are not are
+        late.
+        """
+        found = [Stand(*json.loads(file.read_text("utf-8"))) for file in self._folder.glob("stand-*")]
+        silent = {rank.rank: rank.pid for rank in ranks}
+        for stand in found:
+            silent.pop(stand.rank, None)
+        if silent and not is_late:
+            return False
+        self._stands = found + [_stand_of_silent(rank, pid) for rank, pid in silent.items()]
+        return True
+
+    def _end(self) -> Outcome:
+        line, stack = describe(self._stands, self._quiet_s)
+        print(stack, end="", file=sys.stderr, flush=True)
+        return Outcome(-1, 1, time.time_ns(), "", line)
+
+
+def _stand_of_silent(rank: int, pid: int) -> Stand:
+    """Where a rank of this machine stands that has not answered, as far as the kernel tells."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        state = "Z"
+    return Stand(rank, socket.gethostname(), _STATES.get(state, _STUCK))
+
+
+def describe(stands: Sequence[Stand], quiet_s: float) -> tuple[str, str]:
+    """Which ranks the others wait for, in one line; and the stack of the first of them, empty if unknown."""
+    named, where = _find(stands)
+    hosts = {stand.host for stand in stands}
+    ranks = [f"{stand.rank} on {stand.host}" if len(hosts) > 1 else f"{stand.rank}" for stand in named]
+    if len(named) == len(stands):
+        who = f"all {len(stands):,} ranks wait"
+    elif len(named) == 1:
+        who = f"rank {ranks[0]} keeps the others waiting"
+    else:
+        more = f" and {len(ranks) - _MOST:,} more" if len(ranks) > _MOST else ""
+        who = f"ranks {', '.join(ranks[:_MOST])}{more} keep the others waiting"
+    return f"no rank has gone on for {quiet_s:.0f} s (--hang-timeout): {who}: {where}", named[0].stack
+
+
+def _find(stands: Sequence[Stand]) -> tuple[list[Stand], str]:
+    """The ranks that the others wait for, and where they stand."""
+    ordered = sorted(stands)
+    if silent := [stand for stand in ordered if not stand.answered]:
+        return [stand for stand in silent if stand.place == silent[0].place], silent[0].place
+    entered = Counter(stand.entered for stand in ordered)
+    if len(entered) > 1 and -1 not in entered:
+        last = [stand for stand in ordered if stand.entered == min(entered)]
+        return last, f"{min(entered):,} of {max(entered):,} collectives entered, now in {last[0].place}"
+    places = Counter(stand.place for stand in ordered)
+    rarest = min(places, key=lambda place: (places[place], place))
+    return [stand for stand in ordered if stand.place == rarest], f"in {rarest}"
