@@ -6,7 +6,7 @@ compilation.py              torch.compile: its time and its caches
 parallelize.py              the order: tensor parallelism, checkpointing, compilation, FSDP2 (not on one rank)
 tensor_parallel.py          how a module and a model are cut over the axis `tensor`
 activation_collectives.py   the collectives on activations, each with its gradient
-same_products.py            does every rank multiply alike? before a run
+same_products.py            does every rank multiply alike? before a run and each checkpoint
 shards.py                   which part of a tensor this rank holds
 collective_counts.py        counts the collectives that execute; compares those of a first step with the plan
 """

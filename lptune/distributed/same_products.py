@@ -1,10 +1,10 @@
-"""Before a run: does every rank multiply alike, and as fast as the others?
+"""Does every rank multiply alike, and as fast as the others? Asked before a run, and before each checkpoint.
 
 A GPU with a defect may compute wrong numbers without an error. Its gradients are then averaged into all
 others, and the loss tells nothing for a long time. A product of INT8 matrices in INT32 is exact, so it has
 the same bits on every sound device, of any make. Each rank computes one that keeps the whole device busy for
-an instant, and all compare a digest of it. A defect that shows rarely, or only when the device is hot, is not
-found so.
+an instant, and all compare a digest of it. A defect that shows rarely is not found so. One that begins while
+the run trains is found before the next checkpoint, so those that were written are of sound devices.
 
 A step takes as long as on its slowest rank: a GPU that is hot, throttled or shared with another job slows all
 down. So the same product is timed on GPUs, and those that take longer than the median are named.
@@ -21,24 +21,25 @@ from lptune.base.errors import UserError
 from lptune.distributed.session import World
 
 _SIZE, _CPU_SIZE = 4096, 128
-_MODULUS = 2**31 - 1
 _ROUNDS = 50
 _SLOW = 1.2
 
 
-def check_products(world: World) -> None:
+def check_products(world: World, trained: str = "") -> None:
     """Raises UserError with the ranks, and their machines, whose product differs from that of most others;
     prints those whose GPU is slow. A collective; one rank has nothing to compare.
+
+    trained: which steps a faulty device may have spoilt, for the message.
     """
     if world.size == 1:
         return
     told = world.gather([socket.gethostname(), *product(world.device)])
-    check(told)
+    check(told, trained)
     for line in slow(told):
         world.print(line)
 
 
-def check(told: Sequence[tuple[str, int, float]]) -> None:
+def check(told: Sequence[tuple[str, int, float]], trained: str = "") -> None:
     """Raises UserError as `check_products` does. told: of each rank machine, digest and milliseconds."""
     by_digest = Counter(digest for _, digest, _ in told)
     if len(by_digest) == 1:
@@ -49,7 +50,7 @@ def check(told: Sequence[tuple[str, int, float]]) -> None:
     raise UserError(
         f"{_names(wrong)}: an exact product of INT8 matrices has other bits than "
         f"{f'on {count} of {len(told)} ranks' if is_known else 'on each other'}: a device is faulty; leave "
-        "it out, and test it before it is used again"
+        f"it out, and test it before it is used again{trained}"
     )
 
 
@@ -73,11 +74,15 @@ def _names(ranks: Mapping[int, str]) -> str:
 def product(device: torch.device) -> tuple[int, float]:
     """(a digest of the exact product, and on a GPU the milliseconds of one of several, else 0)."""
     size = _CPU_SIZE if device.type == "cpu" else _SIZE
-    index = torch.arange(size * size, dtype=torch.int32, device=device)
-    values = ((index * 40504) % 255 - 127).to(torch.int8).view(size, size)
-    product = torch._int_mm(values, values.t()).to(torch.int64).flatten()
-    # Sums of INT64 wrap, and do so alike in any order.
-    digest = int((product * (index.to(torch.int64) % 8191 + 1)).sum()) % _MODULUS
+    place = torch.arange(size, dtype=torch.int32, device=device)
+    rows, columns = ((place * factor % 255).to(torch.int16) for factor in (1871, 40504))
+    values = ((rows[:, None] + columns) % 255 - 127).to(torch.int8)
+    product = torch._int_mm(values, values.t())
+    # In place, since a run that trains has little memory left. INT32 wraps, and does so alike in any order.
+    # The weights are odd, so that no wrong bit of an element is multiplied away.
+    product *= (2 * place + 1)[:, None]
+    product *= 2 * place + 1
+    digest = int(product.sum(dtype=torch.int32))
     if device.type == "cpu":  # where ranks share the cores
         return digest, 0.0
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

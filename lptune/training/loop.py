@@ -15,8 +15,9 @@
             step.record(eval_loss=...)
 
 Facts come out of the library, one object a step; the code of the recipe runs between them. When the recipe
-asks for the next step, the last one is written to metrics.jsonl, the run is saved if a checkpoint is due, and
-ends if it diverged, if a signal came or if evaluations say so (`early_stop_after`).
+asks for the next step, the last one is written to metrics.jsonl, the run is saved if a checkpoint is due (and
+all ranks multiply alike), and ends if it diverged, if a signal came or if evaluations say so
+(`early_stop_after`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ from lptune.base.errors import UserError
 from lptune.checkpoint import Run
 from lptune.config import EvaluatedConfig
 from lptune.data import Batch, Loader, Prepared, Tokenizer, learned_stops
+from lptune.distributed import check_products
 from lptune.linear import Plan
 from lptune.training.first_loss import check_first_loss
 from lptune.training.metrics import MetricsWriter
@@ -171,7 +173,7 @@ class Steps:
         run, world, cfg, update = self._run, self._run.world, self._run.cfg, self.state.update
         if stopped := world.stop_requested():  # later signals let the step end, and its state is saved
             raise run.stopped(stopped)
-        is_save_due = False
+        is_save_due, checked = False, self.num_done
         while self.num_done < self.num_steps:
             step = Step(self, self.num_done)
             yield step
@@ -186,6 +188,8 @@ class Steps:
             is_save_due |= step.is_overdue or is_due(number, cfg.checkpoint.every_steps)
             at_end = bool(step.stopped) or (number == self.num_steps and cfg.checkpoint.at_end)
             if at_end or (is_save_due and not update.num_skipped_in_a_row):
+                check_products(world, f"; what was trained after step {checked} is not saved")
+                checked = number
                 self._writer.save(number, eval_loss=step.values.get("eval_loss"), wait=at_end)
                 is_save_due = False
             if step.stopped:

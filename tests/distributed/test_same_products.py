@@ -55,11 +55,14 @@ def test_a_slow_gpu_is_named_and_the_spread_of_sound_ones_is_not() -> None:
     assert line.startswith("note: rank 4 (b): a GPU multiplies 1.9 times as long as the median")
 
 
-def test_the_product_is_exact_and_no_value_is_left_out() -> None:
-    index = torch.arange(128 * 128, dtype=torch.int64)
-    values = ((index * 40504) % 255 - 127).view(128, 128)
-    assert values.min() == -127
-    assert values.max() == 127
-    product = (values @ values.t()).flatten()
-    expected = int((product * (index % 8191 + 1)).sum()) % (2**31 - 1)
-    assert same_products.product(torch.device("cpu")) == (expected, 0.0)
+def test_the_product_is_exact_and_a_wrong_bit_anywhere_is_another_digest() -> None:
+    place = torch.arange(128, dtype=torch.int64)
+    values = (place[:, None] * 1871 % 255 + place * 40504 % 255) % 255 - 127
+    assert (values.min(), values.max()) == (-127, 127)
+    product = values @ values.t()
+    weights = (2 * place[:, None] + 1) * (2 * place + 1)
+    digest = int((product * weights).sum()) % 2**32
+    found, milliseconds = same_products.product(torch.device("cpu"))
+    assert (found % 2**32, milliseconds) == (digest, 0.0)
+    changed = (weights[..., None] << torch.arange(32)) % 2**32  # of each bit of each element
+    assert changed.all()
