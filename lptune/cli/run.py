@@ -55,7 +55,7 @@ _OWN_FLAGS = (
     type=click.IntRange(min=0),
     default=600,
     metavar="S",
-    help="End the run, and say who hangs, after S seconds in which no rank goes on; 0: never.  [600]",
+    help="End a run of several ranks, and say who hangs, when none goes on for S seconds; 0: never.  [600]",
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="RECIPE [key=value …]")
 def run(

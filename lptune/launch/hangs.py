@@ -4,10 +4,12 @@ A collective returns when all of its ranks have entered it. If one never comes (
 answer, a lock is never released, its process is stopped), the others wait without a word until the timeout of
 the process group, and then fail alike: nobody is named. So
 
-- in each rank, a thread looks once a second whether the rank goes on: whether a Python thread stands at
-  another instruction than before, or has entered or left a collective, or the rank computes on a CPU. If so
-  it touches a file. A recipe need not say that it is alive, and a long phase is no hang: one that reads data,
-  compiles or saves moves from one instruction to the next;
+- in each rank, a thread looks once a second whether the rank goes on, and touches a file if so. It goes on if
+  its main thread stands at another instruction or has slept and woken since, if it has entered or left a
+  collective, or if it or a process of its own computes. A recipe need not say that it is alive, and a long
+  phase is no hang: one that reads data, asks a server, compiles or saves does one of these;
+- what other threads do counts only while the main thread waits for a thread or a process: else a monitor
+  would hide a hang;
 - the launcher of machine 0 looks at these files, and hears of those of other machines (exchange.py). If no
   rank has gone on for `--hang-timeout` seconds, all ranks are asked where they stand. All ranks enter the
   same collectives in the same order, so the others wait for the rank that has entered the fewest;
@@ -52,6 +54,8 @@ _STATES = {
     "D": "it waits in the kernel for a disk, a network file system or a device",
     "Z": "its process has ended",
 }
+_WAITS = {"threading.py", "connection.py", "popen_fork.py", "subprocess.py"}
+"""Of the standard library: where a thread waits for another one, or for a process."""
 _STUCK = "its Python does not answer: a call does not give the interpreter's lock back"
 
 
@@ -91,14 +95,13 @@ def give_signs() -> None:
 
 def _give_signs(folder: Path, rank: int) -> None:
     own, last = random.Random(), None  # not the generator of the recipe
-    computed_s = time.process_time()
+    computed_s = _computed_s()
     with suppress(OSError):  # the launcher has ended, and its folder is gone
         while not (folder / _ASKED).exists():
-            now = _instructions(), _count_collectives()
-            is_computing = time.process_time() - computed_s > _LOOK_S / 2 and not _uses_gpu()
-            if now != last or is_computing:
+            now, now_s = _position(), _computed_s()
+            if now != last or now_s - computed_s > _LOOK_S / 2:
                 (folder / f"sign-{rank}").touch()
-            last, computed_s = now, time.process_time()
+            last, computed_s = now, now_s
             # Not each second: a loop whose period divides it would be seen at one place only.
             time.sleep(own.uniform(0.6, 1.4) * _LOOK_S)
         temporary = folder / f".stand-{rank}"
@@ -106,23 +109,51 @@ def _give_signs(folder: Path, rank: int) -> None:
         temporary.rename(folder / f"stand-{rank}")
 
 
-def _uses_gpu() -> bool:
-    """Whether this rank may wait for a GPU, for which CUDA lets a thread spin: the time of the CPU then says
-    nothing.
+def _position() -> tuple[object, ...]:
+    """What changes as long as this rank goes on, but for computing."""
+    frames, main = sys._current_frames(), threading.main_thread()
+    looked_at, helpers = [main], list[int]()
+    if main.ident in frames and os.path.basename(frames[main.ident].f_code.co_filename) in _WAITS:
+        looked_at = [each for each in threading.enumerate() if each.ident != threading.get_ident()]
+        helpers = _descendants(os.getpid())
+    stacks = [
+        [(id(each.f_code), each.f_lasti) for each, _ in traceback.walk_stack(frames[thread.ident])]
+        for thread in looked_at
+        if thread.ident in frames
+    ]
+    tasks = [*(each.native_id for each in looked_at), *helpers]
+    return stacks, [_num_wakes(task) for task in tasks], _count_collectives()
+
+
+def _num_wakes(task: int | None) -> str:
+    """How often a thread has slept and woken. One that waits in a loop is always found at one instruction."""
+    with suppress(OSError, StopIteration):
+        status = Path(f"/proc/{task}/status").read_text("utf-8")
+        return next(line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches"))
+    return ""
+
+
+def _computed_s() -> float:
+    """Seconds of CPU of this process and its children. Of itself only without a GPU, for which CUDA lets a
+    thread spin, so that the time says nothing.
     """
     torch = sys.modules.get("torch")
-    return torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
+    uses_gpu = torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized()
+    found = 0.0 if uses_gpu else time.process_time()
+    for child in _descendants(os.getpid()):
+        with suppress(OSError):
+            times = Path(f"/proc/{child}/stat").read_text("utf-8").rpartition(")")[2].split()[11:13]
+            found += sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
-def _instructions() -> list[tuple[int, list[tuple[int, int]]]]:
-    """At which instruction each Python thread but this one stands, in all of its frames."""
-    here = threading.get_ident()
-    frames = sorted(sys._current_frames().items())
-    return [
-        (thread, [(id(each.f_code), each.f_lasti) for each, _ in traceback.walk_stack(frame)])
-        for thread, frame in frames
-        if thread != here
-    ]
+def _descendants(process: int) -> list[int]:
+    found = list[int]()
+    with suppress(OSError):  # it has ended
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            for child in map(int, children.read_text("utf-8").split()):
+                found += [child, *_descendants(child)]
+    return found
 
 
 def _count_collectives() -> tuple[int, int]:

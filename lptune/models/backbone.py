@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from lptune.base.errors import UserError
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.documents import DocumentBounds
 from lptune.models.facts import Facts
@@ -110,6 +111,11 @@ class ChunkLoss(nn.Module):
         """The values of the objective (t,), 0 where the label is -100, or their sum. float32."""
         logits = Logits(head(hidden_tH), self.finish, words_of(head, self.vocab_size))
         values_t = loss.values(logits, labels_t, *targets)
+        if values_t.shape != labels_t.shape:
+            raise UserError(
+                f"{type(loss).__name__}.values: must return one number for each of {len(labels_t):,} tokens, "
+                f"found a tensor of shape {list(values_t.shape)}"
+            )
         return loss.result(torch.where(labels_t != IGNORE_INDEX, values_t, 0.0), labels_t)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 
 from lptune import models
+from lptune.base.errors import UserError
 from lptune.models import (
     Divergence,
     TopKDivergence,
@@ -426,6 +427,17 @@ def test_a_decoder_takes_any_objective_and_returns_a_number_or_one_for_each_toke
     found = ours(tokens_BS, None, labels_BS, loss=documented_objective())
     expected = logits_BSV.logsumexp(-1).square()[labels_BS != -100].sum()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+def test_an_objective_with_two_numbers_for_each_token_is_one_line() -> None:
+    class TwoNumbers(type(models.log_probabilities)):  # type: ignore[misc]
+        def values(self, logits: Logits, labels_t: torch.Tensor) -> torch.Tensor:
+            return logits.for_each_token(lambda x_tv: x_tv[:, :2])
+
+    ours, _ = twins(CHECKPOINTS["gemma2-tiny"])
+    tokens_BS = random_tokens(2, 24)
+    with pytest.raises(UserError, match=r"TwoNumbers.values: .* each of 48 tokens, .* shape \[48, 2\]"):
+        ours(tokens_BS, None, tokens_BS, loss=TwoNumbers())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)

@@ -47,8 +47,9 @@ class PastTokens:
     sizes that its own keys and values have. Row b's token at position p is at place p.
     """
 
-    def __init__(self, batch: int, num_places: int, device: torch.device) -> None:
-        self.num_places, self.num_used = num_places, 0
+    def __init__(self, batch: int, num_places: int, device: torch.device, states: Any = None) -> None:
+        """states: of recurrent mixers (mixers.make_states)."""
+        self.num_places, self.num_used, self.states = num_places, 0, states
         self.lengths_B1 = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.positions_BS = self.lengths_B1
         # By layer, and by the number of the call: differential attention calls twice in a layer.
@@ -76,13 +77,12 @@ class PastTokens:
             )
         return LayerCache(*self._stored[place], self._first_B1, self.num_used).extend(k_BSMD, v_BSMV)
 
-    def mask(self, window: int | None) -> Tensor:
+    def mask(self, rule: Rule) -> Tensor:
         """Which places the new tokens see: bool (B, 1, S, places in use)."""
-        distance_BSP = self.positions_BS[:, :, None] - torch.arange(
-            self.num_used, device=self.positions_BS.device
-        )
-        seen_BSP = distance_BSP >= 0
-        return (seen_BSP if window is None else seen_BSP & (distance_BSP < window))[:, None]
+        query = self.positions_BS[:, None, :, None]
+        rows = torch.arange(len(query), device=query.device)[:, None, None, None]
+        place = torch.arange(self.num_used, device=query.device)
+        return rule(rows, torch.zeros_like(rows), query, place) & (place <= query)
 
     def is_outgrown(self, lengths: Sequence[int]) -> bool:
         """Never: models whose rotations change with the length are refused (model.py)."""
@@ -146,9 +146,7 @@ def make_mask(
     state = _running[-1]
     assert q_length == kv_length, "transformers keeps no keys"
     if state.past is not None:
-        window, is_plain = _window(mask_function, state.past.num_places)
-        assert is_plain, "HFModel.make_cache knows which rules need the whole row"
-        return Seen(Visibility(mask_B1SS=state.past.mask(window)), None, state.past)
+        return Seen(Visibility(mask_B1SS=state.past.mask(mask_function)), None, state.past)
     window, is_plain = None, False
     if not (state.has_own_bounds and state.documents is not None):
         window, is_plain = _window(mask_function, q_length)

@@ -36,7 +36,6 @@ from lptune.models.hf import attention, experts, float32, mixers
 from lptune.models.hf.facts import HFFacts, HFLayer, config_of, digest, quiet
 from lptune.models.hf.names import map_names
 
-_CACHED_KINDS = {"full_attention", "sliding_attention"}
 _PROBES = (1e-3, -1.0, 7.0, -40.0, 300.0)
 
 
@@ -121,15 +120,18 @@ class HFModel(Backbone):
         return self._body(tokens_BS, documents, None)
 
     def make_cache(self, batch: int, num_places: int) -> Cache | None:
-        """A cache for models of attention alone, with or without windows, if it proves exact on a small twin;
-        of any other the whole row runs for each token.
+        """A cache if it proves exact on a small twin. Of any other model (chunked attention, another release
+        of transformers) the whole row runs for each token.
         """
         from lptune.models.hf.check import caches_exactly
 
-        kinds = {layer.kind for layer in self.facts.layers}
-        if self.facts.is_recurrent or not kinds <= _CACHED_KINDS or not caches_exactly(self.facts):
-            return None
-        return attention.PastTokens(batch, num_places, next(self.parameters()).device)
+        return self.new_cache(batch, num_places) if caches_exactly(self.facts) else None
+
+    def new_cache(self, batch: int, num_places: int) -> attention.PastTokens:
+        """A cache, whether it is exact or not."""
+        config = self.get_submodule(self.body_name).config
+        states = mixers.make_states(config) if self.facts.is_recurrent else None
+        return attention.PastTokens(batch, num_places, next(self.parameters()).device, states)
 
     def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: Cache | None) -> Tensor:
         """`body` for tokens that follow those in `cache`, which also stores them."""
@@ -167,6 +169,11 @@ class HFModel(Backbone):
 
         if past is not None:
             assert lengths_B is not None
+            # Rows that fill the cache at once (a score) leave no states: they need not run length by length.
+            if past.states is not None and tokens_BS.shape[1] < past.num_places:
+                arguments["past_key_values"] = past.states
+                if not past.num_used:
+                    arguments["lptune_rows"] = mixers.Prompts(tuple(lengths_B.tolist()))
             arguments["position_ids"] = past.append(lengths_B, tokens_BS.shape[1])
         with attention.running(attention.Running(documents, backend, is_recurrent, past)):
             found = self.get_submodule(self.body_name)(input_ids=tokens_BS, use_cache=False, **arguments)
