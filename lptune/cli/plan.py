@@ -50,10 +50,10 @@ def plan(
 ) -> None:
     """Dry run of one training step of CONFIG: precision, memory, collectives and disk on each rank.
 
-    Takes RECIPE, --config and keys as `lptune run` does, and --world-size in place of torchrun's flags.
-    Prints whether the run fits the GPU; if it does not, prints which changes would make it fit. --write
-    writes the config with the first of them that fits on as many ranks. `device=cpu` plans for CPUs, any
-    other device for GPUs.
+    Takes what `lptune run` takes: RECIPE, --config, keys, and how many ranks on how many machines. Prints
+    whether the run fits the GPU; if it does not, prints which changes would make it fit. --write writes the
+    config with the first of them that fits on as many ranks. `device=cpu` plans for CPUs, any other device
+    for GPUs.
     """
     if device_name is not None:
         named_device(device_name)

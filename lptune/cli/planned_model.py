@@ -2,6 +2,7 @@
 not be there, from config.json or from a preset.
 """
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,24 +21,40 @@ if TYPE_CHECKING:
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that tell the run: --config, --world-size, --preset."""
-    for option in (
-        click.option(
-            "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
-        ),
-        click.option(
-            "--world-size",
-            type=click.IntRange(min=1),
-            default=1,
-            show_default=True,
-            help="Ranks on all machines.",
-        ),
-        click.option(
-            "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
-        ),
-    ):
-        command = option(command)
-    return command
+    """The options that tell the run: --config, those of `ranks` (1 if none is given), --preset."""
+
+    @functools.wraps(command)
+    def of_one(*args: Any, world_size: int | None, **kwargs: Any) -> Any:
+        return command(*args, world_size=world_size or 1, **kwargs)
+
+    found = click.option(
+        "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
+    )(of_one)
+    return click.option(
+        "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
+    )(ranks(found))
+
+
+def ranks(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that tell the number of ranks, `world_size`; None if none is given. They are --world-size,
+    and those of `lptune run`, so that its command line can be tried as it stands.
+    """
+    count = click.IntRange(min=1)
+
+    @click.option("--nproc-per-node", type=count, metavar="N", help="As for `lptune run`.")
+    @click.option("--nnodes", type=count, metavar="N", help="As for `lptune run`.")
+    @click.option("--world-size", type=count, metavar="N", help="Ranks on all machines.  [1]")
+    @functools.wraps(command)
+    def of_ranks(
+        *args: Any, world_size: int | None, nnodes: int | None, nproc_per_node: int | None, **kwargs: Any
+    ) -> Any:
+        if nnodes or nproc_per_node:
+            if world_size:
+                raise UserError("--world-size: is --nnodes times --nproc-per-node; leave it out, or those")
+            world_size = (nnodes or 1) * (nproc_per_node or 1)
+        return command(*args, world_size=world_size, **kwargs)
+
+    return of_ranks
 
 
 Loaded = tuple[Any, Path, Path, Sequence[str]]

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from lptune.base.errors import UserError
-from lptune.cli import catalog, preflight, recipe
+from lptune.cli import catalog, planned_model, preflight, recipe
 from lptune.config import RunConfig, data_files, entries
 
 
@@ -24,12 +24,14 @@ from lptune.config import RunConfig, data_files, entries
     metavar="RECIPE",
     help="Recipe the config is for.  [default: that of its first comment, or full_finetune]",
 )
-def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: str | None) -> None:
+@planned_model.ranks
+def validate(
+    arguments: tuple[str, ...], config_name: str | None, recipe_name: str | None, world_size: int | None
+) -> None:
     """Check CONFIG (a name or a path) and its overrides against what the recipe accepts.
 
-    A command of `lptune run` can be checked as it stands, without torchrun's flags:
-    lptune validate RECIPE --config CONFIG key=value …
-    A note says so where it does not fit one rank.
+    A command of `lptune run` can be checked as it stands: lptune validate RECIPE --config CONFIG key=value …
+    Without a number of ranks, a note says so where it does not fit one rank.
 
     A model that is there already is checked, too: its family, its settings and the headers of its weights.
     """
@@ -45,13 +47,15 @@ def validate(arguments: tuple[str, ...], config_name: str | None, recipe_name: s
     recipe_name = names[0] if names else recipe_name or catalog.recipe_of(path)
     recipe_path = catalog.find_recipe(recipe_name)
     cfg = recipe.load(recipe_path, path, overrides)
+    if isinstance(cfg, RunConfig) and world_size is not None:
+        cfg.check_ranks(world_size)
     if recipe_path in catalog.recipes().values():  # a copied recipe may read its model from anywhere
         preflight.check_models(cfg, may_be_absent=True)
     from lptune.config import key_paths  # slow to import
 
     cls = type(cfg)
     click.echo(f"ok: {path} fits {recipe_name} ({cls.__name__})")
-    if isinstance(cfg, RunConfig):
+    if isinstance(cfg, RunConfig) and world_size is None:
         try:
             cfg.check_ranks(1)
         except UserError as error:

@@ -111,7 +111,7 @@ def test_on_a_terminal_a_dry_run_says_that_it_is_at_work() -> None:
 
 def test_a_plan_fits_a_terminal_and_names_the_precision_of_each_layer(command: Command) -> None:
     for keys in (
-        ["precision.kind=int8_rowcol", "--world-size", "2"],
+        ["precision.kind=int8_rowcol", "--nproc-per-node", "2", "--nnodes=1"],
         [
             "precision.kind=float8_delayed",
             "precision.skip=[lm_head,k_proj]",
@@ -122,6 +122,7 @@ def test_a_plan_fits_a_terminal_and_names_the_precision_of_each_layer(command: C
         assert (code, err) == (0, "")
         assert max(map(len, out.splitlines())) <= 80, out
         if "int8_rowcol" in keys[0]:
+            assert "mesh fsdp 2;" in out
             assert "output int8 row, grad_input int8 folded, grad_weight int8 column," in out
             assert re.search(r"^  128 x 64 +2 gate_proj, 2 up_proj$", out, re.MULTILINE)
             assert re.search(r"^high precision, (tied to|precision.skip).*:$", out, re.MULTILINE)

@@ -448,6 +448,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("validate toy.yaml checkpoint.keep_best=1", "checkpoint.keep_best: needs evaluations | set data.eval_fraction"),
     ("validate toy.yaml data.eval_fraction=0.1 eval_every_steps=4 checkpoint.keep_best=1 checkpoint.every_steps=6",
      "checkpoint.keep_best: uses evaluations | a multiple of eval_every_steps (4)"),
+    ("validate full_finetune --config toy.yaml --nnodes 3 --nproc-per-node 5 micro_batch_size=1 global_batch_size=8", "global_batch_size: 8 rows | 15 data ranks"),
+    ("plan --config toy.yaml --world-size 6 --nnodes 2", "--world-size: | leave it out"),
     ("validate toy.yaml checkpoint.at_end=false", "checkpoint.at_end: | set export.enabled=false"),
     ("validate toy.yaml output_dir=tiny", "output_dir: tiny would overwrite the model in model.path"),
     ("validate toy.yaml data.seq_len=1000000000000", "micro_batch_size: 4 rows of data.seq_len= | lower one"),
