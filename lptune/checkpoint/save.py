@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -306,7 +305,7 @@ class CheckpointWriter:
         with ThreadPoolExecutor(num_threads()) as pool:
             files = dict(pool.map(write, job.files))
         shards = {
-            part.name: [replace(shard, file=name).to_json() for shard in part.shards]
+            part.name: [shard._replace(file=name).to_json() for shard in part.shards]
             for name, group in job.files.items()
             for part in group
         }
