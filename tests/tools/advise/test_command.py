@@ -54,7 +54,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command: Command) -> None:
-    code, out, err = command("advise", *SMALL, "--seconds", "5")
+    code, out, err = command("advise", *SMALL, "--seconds", "1")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     ranked = re.findall(r"^(\w+) +([\d.]+ m?s) +([\d.]+)x", out, re.MULTILINE)
