@@ -33,8 +33,7 @@ KINDS = (*ROWWISE, *PRECOMPUTED, "float8_delayed")
 RUNS = (("high", True), ("low", True), ("low", False))
 """How weights are gathered, and whether they are resharded after forward."""
 STAND = ("int8_rowcol", "float8_tensorwise", "float8_blockwise", "float8_delayed")
-"""A kind for each way of scaling. The others pack and scale by the same code, and
-tests/proofs/test_rank_matrix.py holds the bits of every kind."""
+"""A kind for each way of scaling. The others pack and scale by the same code, as on one rank below."""
 OTHERS = tuple(kind for kind in KINDS if kind not in STAND)
 BY_STAND = pytest.mark.parametrize("kinds", [STAND, pytest.param(OTHERS, marks=pytest.mark.slow)])
 
