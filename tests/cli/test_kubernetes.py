@@ -7,9 +7,10 @@ from typing import Any
 
 import yaml
 
-from tests.cli.test_multi_node import CONFIG, RECIPE, free_port, linux_only
+from tests.cli.test_multi_node import CONFIG, RECIPE, linux_only
 from tests.helpers import warm
 from tests.helpers.cold import ROOT, Finished
+from tests.helpers.launch import free_port
 
 DOCUMENTS: list[Any] = list(
     yaml.safe_load_all((ROOT / "examples/kubernetes/full_finetune.yaml").read_text("utf-8"))

@@ -1,6 +1,5 @@
 """1 rank x 4 accumulation steps, 2 x 2 and 4 x 1 train alike; equivalence.py says how alike, why."""
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -15,12 +14,6 @@ CASES = ("none", "int8_rowcol", "float8_delayed", "int8_rowcol, rounded stochast
 """No low precision, scales of each step, a history, and random bits. `make proofs` has all kinds (`python -m
 tests.proofs.equivalence`). What a kind does on ranks of its own has a cell in test_rank_matrix.py.
 """
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
 
 
 # The last is int8_rowcol, too.

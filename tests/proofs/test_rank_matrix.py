@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -13,16 +13,10 @@ from lptune.distributed import World
 from lptune.kernels import Packed, unpack_rows
 from lptune.linear.weights.master_weight import MasterWeight
 from tests.helpers.ranks import Ranks
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny_run import TinyRun
 from tests.proofs import rank_cell, rank_matrix
 from tests.proofs.rank_cell import Cell, Outcome
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
-
 
 _FAMILIES = ("none", "int8_rowcol", "float8_delayed", "float8_blockwise")
 """Gathered in high precision; with the rows' own scales; with a history; with amaxes that ranks agree on."""
@@ -39,13 +33,7 @@ def _is_kept(cell: Cell) -> bool:
     return cell.ranks == 2 or (cell.ranks == 4 and cell.feature in ("HSDP", "uneven rows"))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=[] if _is_kept(cell) else [pytest.mark.slow])
-        for cell in rank_matrix.pairwise()
-    ],
-)
+@pytest.mark.parametrize("cell", slow_but(_is_kept, rank_matrix.pairwise()), ids=str)
 def test_one_ranks_gradients_counts_gathers_and_weights(cell: Cell, ranks: Ranks) -> None:
     outcome = rank_matrix.run(cell, ranks)
     assert not outcome.failures
