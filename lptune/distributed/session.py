@@ -4,6 +4,7 @@ The code is the same for one rank and for many. Without a launcher the process g
 memory and no socket, so that FSDP, DTensor and all collectives also run on a single device.
 """
 
+import atexit
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,10 +248,16 @@ def session(
     finally:
         preemption.release()
         dist.destroy_process_group()
-        # Gloo's thread drops the tensors of the last collective just after it completes, and needs the GIL
-        # for that. If the interpreter is finalizing by then, the process aborts (seen in 2 of 56 exits). The
-        # sleep lets the thread have the GIL.
-        time.sleep(0.1)
+        _wait_for_gloo_at_exit()
+
+
+@cache
+def _wait_for_gloo_at_exit() -> None:
+    """Gloo's thread drops the tensors of the last collective just after it completes, and needs the GIL for
+    that. If the interpreter is finalizing by then, the process aborts (seen in 2 of 56 exits). The sleep is
+    before that, and lets the thread have the GIL.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 @contextmanager

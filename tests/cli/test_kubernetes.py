@@ -7,9 +7,10 @@ from typing import Any
 
 import yaml
 
-from tests.cli.test_multi_node import CONFIG, RECIPE, free_port, linux_only
-from tests.helpers import cold
+from tests.cli.test_multi_node import CONFIG, RECIPE, linux_only
+from tests.helpers import warm
 from tests.helpers.cold import ROOT, Finished
+from tests.helpers.launch import free_port
 
 DOCUMENTS: list[Any] = list(
     yaml.safe_load_all((ROOT / "examples/kubernetes/full_finetune.yaml").read_text("utf-8"))
@@ -52,7 +53,7 @@ def test_its_arguments_run_on_two_machines_numbered_by_their_index(tmp_path: Pat
             arguments.append(f"{name}={'done' if name == 'output_dir' else changed.get(name, value)}")
 
     def pod(index: int) -> Finished:
-        return cold.run(*cold.LPTUNE, *arguments, folder=tmp_path, JOB_COMPLETION_INDEX=str(index))
+        return warm.lptune(arguments, folder=tmp_path, environment={"JOB_COMPLETION_INDEX": str(index)})
 
     assert "JOB_COMPLETION_INDEX" not in os.environ
     with ThreadPoolExecutor() as pool:

@@ -20,6 +20,7 @@ import pytest
 
 from tests.helpers import cold, warm
 from tests.helpers.cold import ROOT, Finished
+from tests.helpers.launch import free_port
 
 CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
@@ -76,12 +77,6 @@ def toy(tmp_path: Path) -> list[str]:
     (tmp_path / "toy.py").write_text(RECIPE)
     (tmp_path / "toy.yaml").write_text(CONFIG)
     return ["toy.py", "--config", "toy.yaml"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def two_machines(

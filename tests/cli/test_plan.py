@@ -2,8 +2,10 @@
 
 import re
 import time
+from collections import Counter
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -12,6 +14,7 @@ from lptune import models
 from lptune.cli import catalog, plan, planned_model, recipe
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig
 from lptune.hardware.devices import named_device
+from lptune.plan import fit
 from tests.base.test_progress import terminal
 from tests.cli.conftest import Command
 
@@ -130,8 +133,6 @@ def test_a_plan_fits_a_terminal_and_names_the_precision_of_each_layer(command: C
 
 def _fits_below(num_bytes: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 of which a run may take no more."""
-    from lptune.plan import fit
-
     monkeypatch.setattr(fit, "HEADROOM", 1 - num_bytes / named_device("h100").memory_bytes)
 
 
@@ -174,6 +175,9 @@ def test_what_is_written_fits(command: Command, monkeypatch: pytest.MonkeyPatch)
 
 def test_with_nothing_that_fits_nothing_is_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     _fits_below(1e3, monkeypatch)
+    # Of what is tried after the plan itself only the peak is asked.
+    tried = SimpleNamespace(peak_bytes=10**6, host_bytes=0, peaks={"forward": Counter(), "update": Counter()})
+    monkeypatch.setattr(fit, "dry_run", lambda *_, **__: tried)
     code, _, err = command("plan", *TINY, "micro_batch_size=1", "global_batch_size=1", "--write", "my.yaml")
     assert code == 2
     assert err.splitlines()[-1:] == [err.strip()]

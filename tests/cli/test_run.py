@@ -4,7 +4,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,24 +138,27 @@ def test_a_bug_shows_its_traceback_and_exits_1(tmp_path: Path, toy: list[str]) -
         assert "ChildFailedError" not in done.stderr
 
 
-def test_a_killed_rank_is_named(lptune: Lptune, toy: list[str]) -> None:
-    done = lptune("run", "--nproc-per-node", "2", *toy, "output_dir=killed")
+def test_a_killed_rank_is_named(tmp_path: Path, toy: list[str]) -> None:
+    done = warm.lptune(["run", "--nproc-per-node", "2", *toy, "output_dir=killed"], folder=tmp_path)
     assert (done.returncode, done.stderr) == (137, "error: rank 1 was killed by SIGKILL\n")
 
 
-def start(
-    tmp_path: Path, toy: list[str], what: str, ranks: int = 2, program: tuple[str, ...] = ()
-) -> tuple[cold.Process, list[int]]:
-    """A launcher whose ranks are all waiting (each says so in a file), and their process ids."""
-    program = program or (*cold.LPTUNE, "run", f"--nproc-per-node={ranks}", *toy, f"output_dir={what}")
+def start(tmp_path: Path, toy: list[str], what: str) -> tuple[Any, list[int]]:
+    """A launcher whose two ranks are waiting, and their process ids. What it says is in `tmp_path`."""
+    arguments = ["run", "--nproc-per-node=2", *toy, f"output_dir={what}"]
     # A killed launcher leaves its folder.
-    launcher = cold.start(*program, folder=tmp_path, variables={"TMPDIR": str(tmp_path)})
+    launcher = warm.start(arguments, tmp_path, {"TMPDIR": str(tmp_path)}, tmp_path)
+    return launcher, waiting(tmp_path, launcher.is_alive)
+
+
+def waiting(tmp_path: Path, is_alive: Callable[[], bool]) -> list[int]:
+    """The process ids of two ranks, once both wait (each says so in a file)."""
     said: list[str] = []
-    while said.count("waiting") < ranks:
-        assert launcher.poll() is None, launcher.communicate()
+    while said.count("waiting") < 2:
+        assert is_alive()
         time.sleep(0.05)
         said = (tmp_path / "said").read_text().splitlines() if (tmp_path / "said").exists() else []
-    return launcher, [int(line.split()[-1]) for line in said if "pid" in line]
+    return [int(line.split()[-1]) for line in said if "pid" in line]
 
 
 def wait_until_gone(pids: list[int], within_s: float = 10.0) -> bool:
@@ -179,7 +184,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the parent-deat
 def test_ranks_die_with_a_killed_launcher(tmp_path: Path, toy: list[str]) -> None:
     launcher, pids = start(tmp_path, toy, "sleep")
     launcher.kill()
-    launcher.communicate()
+    launcher.join()
     assert wait_until_gone(pids)
 
 
@@ -205,16 +210,11 @@ def test_ranks_that_started_after_the_launcher_died_leave_at_once(tmp_path: Path
 def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_line(
     tmp_path: Path, toy: list[str], to_launcher: bool, number: signal.Signals
 ) -> None:
-    # Where the tests run under nohup it is ignored, which a launcher would inherit and respect.
-    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    try:
-        launcher, pids = start(tmp_path, toy, "sleep")
-    finally:
-        signal.signal(signal.SIGHUP, previous)
+    launcher, pids = start(tmp_path, toy, "sleep")
     os.kill(launcher.pid if to_launcher else pids[0], number)
-    _, stderr = launcher.communicate(timeout=30)
+    launcher.join(30)
     line = f"stopped by {number.name}: nothing new to save"
-    assert (launcher.returncode, stderr.splitlines()[-1]) == (143, line)
+    assert (launcher.exitcode, (tmp_path / "stderr").read_text().splitlines()[-1]) == (143, line)
     assert wait_until_gone(pids)
 
 
@@ -224,9 +224,9 @@ def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path, toy: list[
     for _ in range(3):
         launcher.terminate()
         time.sleep(0.1)
-    stdout, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 143
-    assert stdout.endswith("rank 0 saved\n")
+    launcher.join(30)
+    assert launcher.exitcode == 143
+    assert (tmp_path / "stdout").read_text().endswith("rank 0 saved\n")
     assert (tmp_path / "saves/logs/rank-1.log").read_text().endswith("\nrank 1 saved\n")
 
 
@@ -236,13 +236,15 @@ def test_a_signal_after_the_grace_interval_ends_all_ranks_at_once(tmp_path: Path
         "from lptune.launch import preemption; from lptune.cli.main import main; preemption.GRACE_S = 0.3; "
     )
     main += f"main(['run', '--nproc-per-node=2', *{toy}, 'output_dir=stays'])"
-    launcher, pids = start(tmp_path, toy, "stays", program=("-c", main))
+    launcher = cold.start("-c", main, folder=tmp_path, variables={"TMPDIR": str(tmp_path)})
+    pids = waiting(tmp_path, lambda: launcher.poll() is None)
     launcher.send_signal(signal.SIGINT)
     time.sleep(1.0)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
     _, stderr = launcher.communicate(timeout=10)
     assert (launcher.returncode, stderr.count("\n")) == (130, 1)
+    assert "Ctrl-C again after 0 s ends at once" in stderr
     assert wait_until_gone(pids)
     assert list(tmp_path.glob("lptune-*")) == []
 

@@ -95,8 +95,10 @@ def test_only_a_place_is_a_text_of_the_environment_and_no_error_has_its_value(
 ) -> None:
     monkeypatch.setenv(NAME, SECRET)
     taken = set()
+    # How the text comes to a key does not depend on the key: through another one it comes to every fourth.
+    keys = set(TEXTS) if not more else {*sorted(TEXTS)[::4], *PLACES}
     through = {key for key in TEXTS if f"${{{key.partition('[')[0]}" in f"{text}{more}"}
-    for key in TEXTS.keys() - through:
+    for key in keys - through:
         found = outcome(tmp_path, key, text, more)
         if isinstance(found, str):
             assert SECRET[:6] not in found, key

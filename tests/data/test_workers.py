@@ -109,13 +109,6 @@ def test_two_processes_prepare_the_chats_of_one(jsonl: Write, run: Run, chat: To
     assert_same(run(2, source, chat, on_bad_row="skip"), alone)
 
 
-@pytest.mark.slow  # test_two_processes_prepare_the_chats_of_one stands for it
-@pytest.mark.parametrize("num", [3, 7])
-def test_any_number_of_processes_prepares_the_same(num: int, jsonl: Write, run: Run, chat: Tokenizer) -> None:
-    source = jsonl(chats(150))
-    assert_same(run(num, source, chat, on_bad_row="skip"), run(1, source, chat, on_bad_row="skip"))
-
-
 def test_the_first_error_in_the_order_of_the_rows_ends_the_run(
     jsonl: Write, run: Run, tokenizer: Tokenizer
 ) -> None:

@@ -54,19 +54,32 @@ def lptune(
 
 
 def kill(
-    arguments: list[str], folder: Path, once: Callable[[], object], number: signal.Signals = signal.SIGKILL
+    arguments: list[str],
+    folder: Path,
+    once: Callable[[], object],
+    number: signal.Signals = signal.SIGKILL,
+    *,
+    ranks: int = 1,
 ) -> int:
-    """Starts `lptune ARGUMENTS`, sends it a signal as soon as `once()` is true, and returns its exit code.
-    What it said is in `folder`: `stdout` and `stderr`.
+    """Starts `lptune ARGUMENTS`, sends the last rank a signal as soon as `once()` is true, and returns the
+    exit code of all. What rank 0 said is in `folder`: `stdout` and `stderr`.
     """
-    process = start(arguments, folder, {}, folder)
-    while process.is_alive() and not once():
+    port, processes = free_port() if ranks > 1 else 0, []
+    for rank in range(ranks):
+        said = folder / f"rank-{rank}" if rank else folder
+        said.mkdir(exist_ok=True)
+        variables = rank_environment(rank, ranks, port) if ranks > 1 else {}
+        processes.append(start(arguments, folder, variables, said))
+    last = processes[-1]
+    while last.is_alive() and not once():
         time.sleep(0.005)
-    if process.is_alive():
-        os.kill(process.pid, number)
-    process.join(120)
-    assert process.exitcode is not None
-    return int(process.exitcode)
+    if last.is_alive():
+        os.kill(last.pid, number)
+    for process in processes:
+        process.join(120)
+    (code,) = {process.exitcode for process in processes}
+    assert code is not None
+    return int(code)
 
 
 def start(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> Any:

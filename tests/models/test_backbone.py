@@ -42,9 +42,9 @@ H, I, TAPS, LAYERS = 64, 96, 3, 2  # noqa: E741  (sizes, as in the other files)
 COMMON = (
     "precision.kind=int8_rowcol",
     "optimizer.lr=1e-3",
-    "num_steps=6",
+    "num_steps=4",
     "eval_every_steps=0",
-    "checkpoint.every_steps=3",
+    "checkpoint.every_steps=2",
 )
 
 
@@ -244,7 +244,7 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_recipe_trains_it_in_int8_and_goes_on_bit_for_bit(
     base: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    half_way = run / "checkpoints" / "step-00000003"
+    half_way = run / "checkpoints" / "step-00000002"
     resumed = _train(base, tmp_path, "resumed", f"resume={half_way}")
     printed = capsys.readouterr().out
     assert "8-bit GEMMs ran in the first step, as planned" in printed
@@ -253,7 +253,7 @@ def test_the_recipe_trains_it_in_int8_and_goes_on_bit_for_bit(
     assert plan["num_converted"] == 4 * LAYERS  # q, k, v and down; not the head, which is tied
     found = losses(run)
     assert found[-1] < found[0]
-    assert losses(resumed) == found[3:]
+    assert losses(resumed) == found[2:]
     for file in (run / "export").glob("*.safetensors"):
         assert (resumed / "export" / file.name).read_bytes() == file.read_bytes()
 
@@ -265,7 +265,7 @@ def test_it_exports_what_its_base_stored(base: Path, run: Path) -> None:
     }
     assert torch.equal(after["vision.patches"], before["vision.patches"])
     saved = {}
-    for file in (run / "checkpoints" / "step-00000006").glob("model-*.safetensors"):
+    for file in (run / "checkpoints" / "step-00000004").glob("model-*.safetensors"):
         saved |= load_file(file)
     expected = _stored(saved)
     assert all(torch.equal(after[name], value) for name, value in expected.items())
@@ -288,7 +288,7 @@ def test_a_mean_of_checkpoints_and_frozen_parts_are_exported_box_by_box(base: Pa
     assert not v.all()
     steps = [
         {k: v for file in (run / "checkpoints" / step).glob("model-*") for k, v in load_file(file).items()}
-        for step in ("step-00000003", "step-00000006")
+        for step in ("step-00000002", "step-00000004")
     ]
     mean = _stored({name: (steps[0][name].double() + steps[1][name]).div(2).float() for name in steps[0]})
     assert torch.equal(after["toy.1.up.1"], mean["toy.1.up.1"])
@@ -298,7 +298,7 @@ def test_a_mean_of_checkpoints_and_frozen_parts_are_exported_box_by_box(base: Pa
 def test_two_ranks_train_like_one_and_go_on_from_checkpoints_of_either(
     base: Path, run: Path, tmp_path: Path
 ) -> None:
-    half_way = Path("checkpoints", "step-00000003")
+    half_way = Path("checkpoints", "step-00000002")
     with Ranks(2) as ranks:
         for name, more in (
             ("whole", []),
@@ -312,8 +312,8 @@ def test_two_ranks_train_like_one_and_go_on_from_checkpoints_of_either(
     first, alone = (read_metrics(folder)[0] for folder in (tmp_path / "whole", run))
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-6)
     assert first["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
-    assert losses(tmp_path / "resumed") == found[3:]
-    assert losses(tmp_path / "of_one") == pytest.approx(losses(run)[3:], rel=1e-4)
+    assert losses(tmp_path / "resumed") == found[2:]
+    assert losses(tmp_path / "of_one") == pytest.approx(losses(run)[2:], rel=1e-4)
     for file in (tmp_path / "whole" / "export").glob("*.safetensors"):
         assert (tmp_path / "resumed" / "export" / file.name).read_bytes() == file.read_bytes()
 

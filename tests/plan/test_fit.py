@@ -487,6 +487,7 @@ def test_one_rank_that_offloads_keeps_its_weights_gathered_if_told_to() -> None:
     gathered = {}
     for reshard in (None, True, False):
         parallel = ParallelConfig(cpu_offload=True, reshard_after_forward=reshard)
-        found = dry_run(dataclasses.replace(CONFIG, parallel=parallel), TINY, 1, named_device("h100"))
+        cfg = dataclasses.replace(CONFIG, parallel=parallel, global_batch_size=2)
+        found = dry_run(cfg, TINY, 1, named_device("h100"))
         gathered[reshard] = found.peaks["forward"][memory.GATHERED]
     assert gathered[None] == gathered[True] < gathered[False]

@@ -1,7 +1,6 @@
 """One row of the matrix of model types (all: `make test-models`), and that its cells can fail."""
 
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -16,12 +15,6 @@ from tests.proofs import models_matrix
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("base") / "tokenizer")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as started:
-        yield started
 
 
 def _on_a_rank_that_computes_something_else(rank: int, num_ranks: int, base: str, folder: str) -> None:

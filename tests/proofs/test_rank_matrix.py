@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -13,37 +13,27 @@ from lptune.distributed import World
 from lptune.kernels import Packed, unpack_rows
 from lptune.linear.weights.master_weight import MasterWeight
 from tests.helpers.ranks import Ranks
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny_run import TinyRun
 from tests.proofs import rank_cell, rank_matrix
 from tests.proofs.rank_cell import Cell, Outcome
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as started:
-        yield started
-
 
 _FAMILIES = ("none", "int8_rowcol", "float8_delayed", "float8_blockwise")
 """Gathered in high precision; with the rows' own scales; with a history; with amaxes that ranks agree on."""
 
 
 def _is_kept(cell: Cell) -> bool:
-    """On two ranks every kind once, and the families with every feature that they meet there; on four, what
-    two do not have: replicas of shards, and ranks without rows. Every kind's bits: test_gather.py.
+    """On two ranks the families with every feature that they meet there; on four, what two do not have:
+    replicas of shards, and ranks without rows. Every kind's gradients on a mesh of 2 x 2:
+    distributed/test_tensor_parallel.py. Compiled blocks: linear/weights/test_compute_weights.py; their
+    collectives: distributed/test_collectives.py.
     """
-    if cell.ranks == 2:
-        return cell.kind in _FAMILIES or cell.feature == "full AC"
-    return cell.ranks == 4 and cell.feature in ("HSDP", "uneven rows") and cell.kind in _FAMILIES
+    if cell.kind not in _FAMILIES or cell.feature == "compile":
+        return False
+    return cell.ranks == 2 or (cell.ranks == 4 and cell.feature in ("HSDP", "uneven rows"))
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=str(cell), marks=[] if _is_kept(cell) else [pytest.mark.slow])
-        for cell in rank_matrix.pairwise()
-    ],
-)
+@pytest.mark.parametrize("cell", slow_but(_is_kept, rank_matrix.pairwise()), ids=str)
 def test_one_ranks_gradients_counts_gathers_and_weights(cell: Cell, ranks: Ranks) -> None:
     outcome = rank_matrix.run(cell, ranks)
     assert not outcome.failures

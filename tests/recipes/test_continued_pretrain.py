@@ -160,20 +160,20 @@ def test_a_run_from_before_cut_text_keeps_whole_texts_and_a_new_run_fills_its_ro
     texts = tmp_path / "texts.jsonl"
     texts.write_text(f"{json.dumps({'text': 'one two six ten ' * 10})}\n" * 60)
     common = (f"data.source={texts}", "data.eval_source=null", "eval_every_steps=0", "data.seq_len=128")
-    common += ("schedule.kind=constant", "checkpoint.every_steps=4")
-    whole = pretrain(*common, "num_tokens=4096", "data.cut_text=false")
+    common += ("schedule.kind=constant", "checkpoint.every_steps=2")
+    whole = pretrain(*common, "num_tokens=2048", "data.cut_text=false")
     assert "note: rows are" in whole.stdout
-    saved = tmp_path / "run" / "checkpoints" / "step-00000004"
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
     state = json.loads((saved / "state.json").read_text(encoding="utf-8"))
     assert state["decides_rows"].pop("data.cut_text") is False
     (saved / "state.json").write_text(json.dumps(state), encoding="utf-8")
     entry = describe_file(saved / "state.json")
     reseal(saved, lambda manifest: manifest["files"].update({"state.json": entry}))
-    for num_tokens in (8192, 12288):  # also from the checkpoint that the resumed run saved
+    for num_tokens in (4096, 6144):  # also from the checkpoint that the resumed run saved
         assert "continuing" in pretrain(*common, f"num_tokens={num_tokens}").stdout
-    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 13))
-    refused = pretrain(*common, "num_tokens=16384", "data.cut_text=true", code=2)
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == list(range(1, 7))
+    refused = pretrain(*common, "num_tokens=8192", "data.cut_text=true", code=2)
     assert "changed: data.cut_text" in refused.stderr
-    filled = pretrain(*common, "num_tokens=4096", f"output_dir={tmp_path / 'new'}").stdout
+    filled = pretrain(*common, "num_tokens=2048", f"output_dir={tmp_path / 'new'}").stdout
     assert "(data.cut_text)" in filled
     assert "note: rows are" not in filled

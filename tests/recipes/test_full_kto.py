@@ -1,7 +1,6 @@
 """KTO through the command line: metrics against transformers, ranks and micro-batches, resumes."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from lptune.config import DataConfig
 from lptune.data import Rows, load_tokenizer, prepare
 from tests.helpers import warm
 from tests.helpers.tiny_recipe import write_config, write_labelled, write_preferences
-from tests.recipes.conftest import Run, differing, evaluations, losses, read_metrics, refusal, runner
+from tests.recipes.conftest import Run, evaluations, read_metrics, refusal, runner
 
 NUM_STEPS = 8
 
@@ -133,28 +132,6 @@ def test_the_loss_depends_neither_on_ranks_nor_on_the_micro_batch_size(
             assert a[key] == pytest.approx(b[key], rel=max(later, 1e-5) if key == "grad_norm" else later), key
         for key in {"kl", "eval_kl", "margin", "eval_margin"} & a.keys():
             assert a[key] == pytest.approx(b[key], rel=later, abs=1e-4 if kind == "none" else 1e-2), key
-
-
-@pytest.mark.slow  # full_dpo has the same loop and the same reference, and its test is in the suite
-def test_killed_at_any_time_the_run_continues_bitwise(
-    kto: Run, kto_config: Path, whole: Path, tmp_path: Path
-) -> None:
-    """Killed between the reference and the first checkpoint, and after it; then the reference is lost. Other
-    kinds: tests/faults.
-    """
-    run = tmp_path / "run"
-    arguments = ["run", "full_kto", "--config", str(kto_config), f"output_dir={run}"]
-    for awaited in (run / "reference.safetensors", run / "checkpoints" / "step-00000003"):
-        assert warm.kill(arguments, tmp_path, awaited.exists) == -signal.SIGKILL
-    (run / "reference.safetensors").unlink()
-    done = kto(f"output_dir={run}")
-    assert "continuing" in done.stdout
-    assert "reference: computing" in done.stdout
-    assert losses(run) == losses(whole)
-    for key in ("kl", "margin", "eval_loss", "eval_kl", "eval_margin"):
-        assert [r.get(key) for r in read_metrics(run)] == [r.get(key) for r in read_metrics(whole)]
-    file = f"checkpoints/step-{NUM_STEPS:08}/model-00000.safetensors"
-    assert differing(load_file(run / file), load_file(whole / file)) == set()
 
 
 def test_a_run_is_not_continued_with_other_labels(kto: Run, tmp_path: Path) -> None:

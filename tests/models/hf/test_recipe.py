@@ -23,9 +23,9 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "full_finetune.py"
 COMMON = (
     "precision.kind=int8_rotated",
     "optimizer.lr=1e-3",
-    "num_steps=6",
+    "num_steps=4",
     "eval_every_steps=0",
-    "checkpoint.every_steps=3",
+    "checkpoint.every_steps=2",
 )
 KINDS = ("qwen3_moe", "gpt_oss", "lfm2_moe")
 
@@ -71,8 +71,8 @@ def test_it_trains_with_experts_in_8_bits_and_goes_on_bit_for_bit(
     plan = json.loads((run / "precision_plan.json").read_text(encoding="utf-8"))
     experts = [layer for layer in plan["layers"] if "experts" in layer["name"] and layer["spec"]]
     assert len(experts) == 2 * {"qwen3_moe": 4, "gpt_oss": 4, "lfm2_moe": 3}[kind]
-    resumed = _train(bases[kind], tmp_path, "resumed", f"resume={run / 'checkpoints' / 'step-00000003'}")
-    assert losses(resumed) == found[3:]
+    resumed = _train(bases[kind], tmp_path, "resumed", f"resume={run / 'checkpoints' / 'step-00000002'}")
+    assert losses(resumed) == found[2:]
     for file in (run / "export").glob("*.safetensors"):
         assert (resumed / "export" / file.name).read_bytes() == file.read_bytes()
 
@@ -112,14 +112,14 @@ def test_transformers_reads_the_export_and_says_the_same(
 def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
     bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    half_way = Path("checkpoints", "step-00000003")
+    half_way = Path("checkpoints", "step-00000002")
     base = str(bases["qwen3_moe"])
     with Ranks(2) as ranks:
         for name, more in (
             # Its checks and its recomputation are to change no bit, either.
             (
                 "low",
-                ["precision.all_gather=low", "precision.shadow_every=3", "activation_checkpointing=full"],
+                ["precision.all_gather=low", "precision.shadow_every=2", "activation_checkpointing=full"],
             ),
             ("high", ["precision.all_gather=high"]),
             ("of_one", [f"resume={runs['qwen3_moe'] / half_way}"]),
@@ -138,14 +138,14 @@ def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
     assert first["grad_norm"] == pytest.approx(of_alone["grad_norm"], rel=1e-5)
     # Later a rounding sends a token to another expert.
     assert found == pytest.approx(alone, rel=1e-3)
-    assert losses(tmp_path / "of_one") == pytest.approx(alone[3:], rel=1e-3)
+    assert losses(tmp_path / "of_one") == pytest.approx(alone[2:], rel=1e-3)
 
 
 def test_recomputation_changes_no_bit(bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
     """Qwen3's with full recomputation: above, on two ranks."""
     for kind, mode in (("gpt_oss", "selective"), ("lfm2_moe", "full")):
-        again = _train(bases[kind], tmp_path, kind, f"activation_checkpointing={mode}", "num_steps=3")
-        assert losses(again) == losses(runs[kind])[:3]
+        again = _train(bases[kind], tmp_path, kind, f"activation_checkpointing={mode}", "num_steps=2")
+        assert losses(again) == losses(runs[kind])[:2]
 
 
 def test_what_such_a_model_cannot_do_is_one_line(bases: dict[str, Path], tmp_path: Path) -> None:

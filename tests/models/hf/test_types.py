@@ -57,7 +57,9 @@ def test_a_recurrent_model_is_planned(kind: str, tmp_path: Path) -> None:
     """A dry run has no documents to count. Blocks of falcon_h1 return a tuple."""
     hf_types.config(kind).save_pretrained(tmp_path)
     config = write_config(tmp_path / "c.yaml", tmp_path, tmp_path / "run")
-    cfg = load_config(FinetuneConfig, config, ["data.seq_len=32", "precision.kind=int8_rowcol"])
+    cfg = load_config(
+        FinetuneConfig, config, ["data.seq_len=32", "precision.kind=int8_rowcol", "global_batch_size=4"]
+    )
     facts = models.read_config(tmp_path)
     found = dry_run(cfg, facts, world_size=2)
     assert found.num_parameters == models.num_parameters(models.build_on_meta(facts))
