@@ -41,7 +41,9 @@ def ranks(command: Callable[..., Any]) -> Callable[..., Any]:
     """
     count = click.IntRange(min=1)
 
-    @click.option("--nproc-per-node", type=count, metavar="N", help="As for `lptune run`.")
+    @click.option(
+        "--nproc-per-node", "--nproc_per_node", type=count, metavar="N", help="As for `lptune run`."
+    )
     @click.option("--nnodes", type=count, metavar="N", help="As for `lptune run`.")
     @click.option("--world-size", type=count, metavar="N", help="Ranks on all machines.  [1]")
     @functools.wraps(command)

@@ -54,7 +54,7 @@ _STATES = {
     "D": "it waits in the kernel for a disk, a network file system or a device",
     "Z": "its process has ended",
 }
-_WAITS = {"threading.py", "connection.py", "popen_fork.py", "subprocess.py"}
+_WAITS = {"threading.py", "connection.py", "popen_fork.py", "subprocess.py", "selectors.py"}
 """Of the standard library: where a thread waits for another one, or for a process."""
 _STUCK = "its Python does not answer: a call does not give the interpreter's lock back"
 
@@ -96,15 +96,17 @@ def give_signs() -> None:
 def _give_signs(folder: Path, rank: int) -> None:
     own, last = random.Random(), None  # not the generator of the recipe
     computed_s = _computed_s()
-    with suppress(OSError):  # the launcher has ended, and its folder is gone
-        while not (folder / _ASKED).exists():
-            now, now_s = _position(), _computed_s()
-            if now != last or now_s - computed_s > _LOOK_S / 2:
+    while not (folder / _ASKED).exists():
+        now, now_s = _position(), _computed_s()
+        if now != last or now_s - computed_s > _LOOK_S / 2:
+            with suppress(OSError):  # the launcher has ended, and its folder is gone; the disk is full
                 (folder / f"sign-{rank}").touch()
-            last, computed_s = now, now_s
-            # Not each second: a loop whose period divides it would be seen at one place only.
-            time.sleep(own.uniform(0.6, 1.4) * _LOOK_S)
-        temporary = folder / f".stand-{rank}"
+            computed_s = now_s
+        last = now
+        # Not each second: a loop whose period divides it would be seen at one place only.
+        time.sleep(own.uniform(0.6, 1.4) * _LOOK_S)
+    temporary = folder / f".stand-{rank}"
+    with suppress(OSError):
         temporary.write_text(json.dumps(Stand(rank, socket.gethostname(), *_answer())), encoding="utf-8")
         temporary.rename(folder / f"stand-{rank}")
 
@@ -112,20 +114,21 @@ def _give_signs(folder: Path, rank: int) -> None:
 def _position() -> tuple[object, ...]:
     """What changes as long as this rank goes on, but for computing."""
     frames, main = sys._current_frames(), threading.main_thread()
-    looked_at, helpers = [main], list[int]()
+    looked_at, woken = [main], [main.native_id or 0]
     if main.ident in frames and os.path.basename(frames[main.ident].f_code.co_filename) in _WAITS:
+        # A wait with a timeout wakes the main thread, whether its helper goes on or not.
         looked_at = [each for each in threading.enumerate() if each.ident != threading.get_ident()]
-        helpers = _descendants(os.getpid())
+        woken = [each.native_id or 0 for each in looked_at if each is not main]
+        woken += _descendants(os.getpid())
     stacks = [
         [(id(each.f_code), each.f_lasti) for each, _ in traceback.walk_stack(frames[thread.ident])]
         for thread in looked_at
         if thread.ident in frames
     ]
-    tasks = [*(each.native_id for each in looked_at), *helpers]
-    return stacks, [_num_wakes(task) for task in tasks], _count_collectives()
+    return stacks, [_num_wakes(task) for task in woken], _count_collectives()
 
 
-def _num_wakes(task: int | None) -> str:
+def _num_wakes(task: int) -> str:
     """How often a thread has slept and woken. One that waits in a loop is always found at one instruction."""
     with suppress(OSError, StopIteration):
         status = Path(f"/proc/{task}/status").read_text("utf-8")
@@ -214,7 +217,8 @@ class HangWatch:
         """Looks, at most once a second, whether a rank has gone on. If none has for the timeout, asks all
         where they stand. Returns the end of the run, once it is known, on the machine that decides.
 
-        ranks: those of this machine that have started and not ended. exchange: None: there is one machine.
+        ranks: those of this machine that have started, also if they have ended. exchange: None: there is one
+        machine.
         """
         now_s = time.monotonic()
         passed_s = now_s - self._looked_s
@@ -225,7 +229,7 @@ class HangWatch:
             self._count(exchange)
             # Only time in which this process ran counts: a job that its scheduler suspends does not hang.
             self._quiet_s += min(passed_s, 2 * _LOOK_S)
-            if self._is_to_ask(bool(ranks), exchange):
+            if self._is_to_ask(exchange):
                 (self._folder / _ASKED).touch()
                 self._asked_s = now_s
             return None
@@ -252,10 +256,10 @@ class HangWatch:
         if anywhere != self._num_signs_anywhere:
             self._num_signs_anywhere, self._quiet_s = anywhere, 0.0
 
-    def _is_to_ask(self, has_ranks: bool, exchange: "Exchange | None") -> bool:
+    def _is_to_ask(self, exchange: "Exchange | None") -> bool:
         if exchange is not None and not exchange.is_machine_0:
             return exchange.is_asked
-        is_quiet = has_ranks and self._quiet_s >= self._timeout_s
+        is_quiet = self._num_signs_anywhere > 0 and self._quiet_s >= self._timeout_s
         if is_quiet and exchange is not None:
             exchange.ask()
         return is_quiet

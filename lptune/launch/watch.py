@@ -159,7 +159,7 @@ class Watch(threading.Thread):
             now_s = time.monotonic()
             outcomes = read_outcomes(self._folder)
             self._talk(outcomes)
-            self._look_for_hang(outcomes)
+            self._look_for_hang()
             patience_s = self._patience_s(outcomes)
             if patience_s is None:
                 continue
@@ -243,10 +243,9 @@ class Watch(threading.Thread):
             line = f"the launcher of {self._exchange.machine_0} {how}"
             self._elsewhere.append(Outcome(-1, 1, time.time_ns(), "", line))
 
-    def _look_for_hang(self, outcomes: list[Outcome]) -> None:
-        ended = {outcome.rank for outcome in outcomes}
-        at_work = [rank for number, rank in self._ranks.items() if number not in ended]
-        if (hang := self._hangs.look(at_work, self._exchange)) is not None:
+    def _look_for_hang(self) -> None:
+        if (hang := self._hangs.look(list(self._ranks.values()), self._exchange)) is not None:
+            leave_line(hang.line)
             self._elsewhere.append(hang)
             if self._exchange is not None:
                 self._exchange.publish(hang)

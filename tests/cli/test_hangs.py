@@ -58,11 +58,13 @@ def main(cfg: FinetuneConfig) -> None:
             read_a_file_that_does_not_come()
         if cfg.output_dir == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if cfg.output_dir == "ends":
+            return
         if cfg.output_dir == "keeps-the-lock":
             ctypes.PyDLL(None).sleep(60)
         compute(5)
         poll(5)
-        subprocess.run(["sh", "-c", f"{sys.executable} -c '{CHILD}'; true"], check=True)
+        subprocess.run(["sh", "-c", f"{sys.executable} -c '{CHILD}'; true"], capture_output=True)
         worker = threading.Thread(target=poll, args=[5])
         worker.start()
         worker.join()
@@ -111,6 +113,7 @@ def run(folder: Path, what: str, timeout_s: int, *flags: str) -> Finished:
             marks=pytest.mark.slow,
         ),
         pytest.param("keeps-the-lock", "rank 2 keeps", "its Python does not answer", marks=pytest.mark.slow),
+        pytest.param("ends", "rank 2 keeps", "its process has ended", marks=pytest.mark.slow),
         pytest.param("all", "all 3 ranks wait", "in read_a_file_that_does_not_come", marks=pytest.mark.slow),
     ],
 )

@@ -8,6 +8,8 @@
 The second are not listed anywhere; they are seen. A block of each kind runs once on fake tensors, which have
 dtypes and no values, and each operation on a parameter is looked at. A master in float32 takes the place of
 such a parameter without a change of any other dtype: the rounding to bfloat16 and back is what falls away.
+Code that reads the dtype of a parameter would change others. So the blocks run again with what was found, and
+what they do not run with is left out.
 """
 
 import functools
@@ -27,6 +29,7 @@ from lptune.models.documents import DocumentBounds
 from lptune.models.hf.facts import HFFacts
 
 _SEQ_LEN = 16
+_PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
 
 
 def names_in_float32(causal: Any) -> Callable[[str], bool]:
@@ -55,28 +58,47 @@ def computed_in_float32(facts: HFFacts) -> frozenset[str]:
 
     Raises UserError if it does not run in bfloat16.
     """
-    firsts = {layer: number for number, layer in reversed(list(enumerate(facts.layers)))}
-    model: Any = build_on_meta(facts.with_layers(sorted(firsts.values())))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model.to_empty(device="cpu")
-        model.reset_buffers("cpu")
-        seen = _Uses(model)
-        tokens_BS = torch.zeros(1, _SEQ_LEN, dtype=torch.int64)
-        try:
-            with seen:
-                model.body(tokens_BS, DocumentBounds.single(1, _SEQ_LEN, tokens_BS.device))
-        except Exception as error:  # whatever a model of transformers raises
-            raise UserError(
-                f"{facts.where}: {facts.family!r} does not run in bfloat16 ({first_line(error)}); set "
-                "compute_dtype=float32"
-            ) from None
-    found = {name for name, dtypes in seen.results.items() if dtypes == {torch.float32}}
+    try:
+        model, seen = _run(facts, frozenset())
+    except Exception as error:  # whatever a model of transformers raises
+        raise UserError(
+            f"{facts.where}: {facts.family!r} does not run in bfloat16 ({first_line(error)}); set "
+            "compute_dtype=float32"
+        ) from None
+    found = frozenset(name for name, dtypes in seen.results.items() if dtypes == {torch.float32})
+    if not _goes_with(facts, found):  # code that reads a parameter's dtype takes it for that of its input
+        found = frozenset(name for name in found if _goes_with(facts, frozenset([name])))
     return frozenset(_in_all_blocks(found, f"{model.blocks_name}.", facts))
 
 
-def _in_all_blocks(names: set[str], before: str, facts: HFFacts) -> Iterator[str]:
+def _run(facts: HFFacts, in_float32: frozenset[str]) -> "tuple[Any, _Uses]":
+    """A block of each kind on fake tensors, parameters in bfloat16 but for those of these names; what was
+    seen.
+    """
+    firsts = {layer: number for number, layer in reversed(list(enumerate(facts.layers)))}
+    model: Any = build_on_meta(facts.with_layers(sorted(firsts.values())))
+    for name, parameter in model.named_parameters():
+        if name not in in_float32:
+            parameter.data = parameter.data.bfloat16()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model.to_empty(device="cpu")
+        model.reset_buffers("cpu")
+        tokens_BS = torch.zeros(1, _SEQ_LEN, dtype=torch.int64)
+        with _Uses(model) as seen:
+            model.body(tokens_BS, DocumentBounds.single(1, _SEQ_LEN, tokens_BS.device))
+    return model, seen
+
+
+def _goes_with(facts: HFFacts, in_float32: frozenset[str]) -> bool:
+    """Whether the model runs with these parameters in float32."""
+    try:
+        _run(facts, in_float32)
+    except Exception:  # whatever a model of transformers raises
+        return False
+    return True
+
+
+def _in_all_blocks(names: frozenset[str], before: str, facts: HFFacts) -> Iterator[str]:
     """`names`, and those of the other blocks of a kind. before: what a block's number follows in a name."""
     numbers = range(len(facts.layers)) if facts.kept is None else facts.kept
     kinds = dict(zip(numbers, facts.layers, strict=True))
@@ -99,11 +121,13 @@ class _Uses(TorchDispatchMode):
         self._names = {each.untyped_storage()._cdata: name for name, each in model.named_parameters()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        floats = {each.dtype for each in operands if each.is_floating_point()}
+        if func.overloadpacket in _PRODUCTS and len(floats) > 1:
+            raise TypeError(f"{func}: operands of {floats}")  # fake tensors multiply them
         result = func(*args, **(kwargs or {}))
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        for operand in tree_leaves((args, kwargs)):
-            if not isinstance(operand, Tensor):
-                continue
+        for operand in operands:
             storage = operand.untyped_storage()._cdata
             if (name := self._names.get(storage)) is not None:
                 dtypes = {each.dtype for each in made if each.untyped_storage()._cdata != storage}

@@ -125,6 +125,10 @@ class HFModel(Backbone):
         """
         from lptune.models.hf.check import caches_exactly
 
+        # From there on Llama 4 scales queries by a place that it counts itself, from 0 in each forward.
+        longest = self.facts.longest_packed_row
+        if longest is not None and num_places > longest:
+            return None
         return self.new_cache(batch, num_places) if caches_exactly(self.facts) else None
 
     def new_cache(self, batch: int, num_places: int) -> attention.PastTokens:

@@ -30,12 +30,14 @@ KEPT = {
         "self_attn.forget_gate.dt_bias",
         "self_attn.o_norm.weight",
     },
+    # Not `norm`, whose dtype its blocks give to all that follows.
+    "nemotron_h": {"mixer.A_log", "mixer.D", "mixer.norm.weight", "mixer.gate.weight", "norm_f.weight"},
     "qwen3_moe": set(),
 }
 """By type, those that its own code reads in float32, seen from a block or from the base model."""
 
 
-@pytest.mark.parametrize("kind", slow_but(lambda kind: kind == "ernie4_5_moe", KEPT))
+@pytest.mark.parametrize("kind", slow_but(lambda kind: kind in ("ernie4_5_moe", "nemotron_h"), KEPT))
 def test_they_are_those_that_transformers_keeps_or_computes_with_in_float32(
     kind: str, tmp_path: Path
 ) -> None:

@@ -113,6 +113,13 @@ def test_a_cache_gives_the_logits_of_whole_rows(kind: str, tmp_path: Path) -> No
                 assert float((logits - expected).abs().max()) < 2e-5 * float(expected.abs().max())
 
 
+def test_llama_4_has_no_cache_where_it_would_scale_queries_by_places_from_0(tmp_path: Path) -> None:
+    hf_types.config("llama4_text", floor_scale=64).save_pretrained(tmp_path)
+    model = models.build_on_meta(models.read_config(tmp_path)).to_empty(device="cpu")
+    assert model.make_cache(1, 64) is not None
+    assert model.make_cache(1, 65) is None
+
+
 def test_a_cache_that_is_not_exact_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole rows are slow and right. A window is left out here, which only the small twin can tell."""
     hf_types.causal("cohere2").save_pretrained(tmp_path)
