@@ -222,7 +222,8 @@ class HangWatch:
         """
         now_s = time.monotonic()
         passed_s = now_s - self._looked_s
-        if not self._timeout_s or passed_s < _LOOK_S:
+        is_alone = exchange is None and all(rank.num_local == 1 for rank in ranks)
+        if not self._timeout_s or passed_s < _LOOK_S or is_alone:  # nobody waits for one that is alone
             return None
         self._looked_s = now_s
         if self._asked_s is None:
