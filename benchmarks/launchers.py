@@ -115,7 +115,7 @@ def _machines(part: Sequence[int], num_machines: int, port: int) -> dict[str, fl
     while waiting:
         for machine in [machine for machine in waiting if exchanges[machine].is_asked]:
             ranks = range(8 * machine, 8 * machine + 8)
-            exchanges[machine].answer([Stand(rank, "host", "somewhere", 1, 1, _STACK) for rank in ranks])
+            exchanges[machine].answer([Stand(rank, "host", "somewhere", {"0": 1}, _STACK) for rank in ranks])
             waiting.remove(machine)
         time.sleep(0.02)
     _step()

@@ -11,8 +11,8 @@ the process group, and then fail alike: nobody is named. So
 - what other threads do counts only while the main thread waits for a thread or a process: else a monitor
   would hide a hang;
 - the launcher of machine 0 looks at these files, and hears of those of other machines (exchange.py). If no
-  rank has gone on for `--hang-timeout` seconds, all ranks are asked where they stand. All ranks enter the
-  same collectives in the same order, so the others wait for the rank that has entered the fewest;
+  rank has gone on for `--hang-timeout` seconds, all ranks are asked where they stand. The ranks of a group
+  enter the same collectives in the same order, so they wait for the one that has entered the fewest;
 - a rank that does not answer is stopped or waits in the kernel, which /proc tells.
 
 The launch then ends with exit code 1, which `--restarts` starts again.
@@ -66,9 +66,9 @@ class Stand(NamedTuple):
     host: str
     place: str
     """In words."""
-    entered: int = -1
-    """Number of collectives, over all process groups; -1: unknown."""
-    completed: int = -1
+    entered: dict[str, int]
+    """Number of collectives of each process group. Ranks number groups as they make them, so in the same
+    order, where all make the same. Empty: unknown."""
     stack: str = ""
     """Of the main thread, as in a traceback."""
 
@@ -125,7 +125,7 @@ def _position() -> tuple[object, ...]:
         for thread in looked_at
         if thread.ident in frames
     ]
-    return stacks, [_num_wakes(task) for task in woken], _count_collectives()
+    return stacks, [_num_wakes(task) for task in woken], _collectives()
 
 
 def _num_wakes(task: int) -> str:
@@ -159,28 +159,27 @@ def _descendants(process: int) -> list[int]:
     return found
 
 
-def _count_collectives() -> tuple[int, int]:
-    """How many collectives this rank has entered and completed, over all groups; (-1, -1) if unknown."""
+def _collectives() -> dict[str, tuple[int, int]]:
+    """How many collectives of each process group this rank has entered and completed; empty if unknown."""
     module = sys.modules.get("torch._C._distributed_c10d")
-    dumps = [getattr(module, name) for name in _DUMPS if hasattr(module, name)]
-    groups: list[dict[str, str]] = []
-    for dump in dumps:
-        with suppress(Exception):  # not public: another version may take other arguments
-            groups += json.loads(dump(includeCollectives=False)).get("pg_status", {}).values()
-    if not groups:
-        return -1, -1
-    return tuple(  # type: ignore[return-value]
-        sum(max(0, int(group.get(f"last_{which}_collective", 0))) for group in groups)
-        for which in ("enqueued", "completed")
-    )
+    found: dict[str, tuple[int, int]] = {}
+    for name in _DUMPS:
+        with suppress(Exception):  # not public: another version may lack it, or take other arguments
+            groups = json.loads(getattr(module, name)(includeCollectives=False))["pg_status"]
+            for group, status in groups.items():
+                numbers = (int(status[f"last_{which}_collective"]) for which in ("enqueued", "completed"))
+                entered, completed = (max(0, number) for number in numbers)
+                found[f"{name}/{group}"] = entered, completed
+    return found
 
 
-def _answer() -> tuple[str, int, int, str]:
+def _answer() -> tuple[str, dict[str, int], str]:
     """The fields of a `Stand` after its host."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)
     start = next((at for at, each in enumerate(stack, 1) if each.name == "as_rank"), 0)
-    return _place_of(frame), *_count_collectives(), "".join(traceback.format_list(stack[start:]))
+    entered = {group: number for group, (number, _) in _collectives().items()}
+    return _place_of(frame), entered, "".join(traceback.format_list(stack[start:]))
 
 
 def _place_of(frame: FrameType | None) -> str:
@@ -290,7 +289,7 @@ def _stand_of_silent(rank: int, pid: int) -> Stand:
         state = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
     except OSError:
         state = "Z"
-    return Stand(rank, socket.gethostname(), _STATES.get(state, _STUCK))
+    return Stand(rank, socket.gethostname(), _STATES.get(state, _STUCK), {})
 
 
 def describe(stands: Sequence[Stand], quiet_s: float) -> tuple[str, str]:
@@ -310,13 +309,32 @@ def describe(stands: Sequence[Stand], quiet_s: float) -> tuple[str, str]:
 
 def _find(stands: Sequence[Stand]) -> tuple[list[Stand], str]:
     """The ranks that the others wait for, and where they stand."""
-    ordered = sorted(stands)
+    ordered = sorted(stands, key=lambda stand: stand.rank)
     if silent := [stand for stand in ordered if not stand.answered]:
         return [stand for stand in silent if stand.place == silent[0].place], silent[0].place
-    entered = Counter(stand.entered for stand in ordered)
-    if len(entered) > 1 and -1 not in entered:
-        last = [stand for stand in ordered if stand.entered == min(entered)]
-        return last, f"{min(entered):,} of {max(entered):,} collectives entered, now in {last[0].place}"
+    if behind := _behind(ordered):
+        last, lowest, highest = behind
+        return last, f"{lowest:,} of {highest:,} collectives entered, now in {last[0].place}"
     places = Counter(stand.place for stand in ordered)
     rarest = min(places, key=lambda place: (places[place], place))
     return [stand for stand in ordered if stand.place == rarest], f"in {rarest}"
+
+
+def _behind(stands: Sequence[Stand]) -> tuple[list[Stand], int, int] | None:
+    """The ranks that are last in each group whose members differ, with the fewest and most collectives of the
+    largest such group. None: none differ. Whoever waits in a small group is behind in a large one.
+    """
+    groups: dict[str, dict[int, int]] = {}
+    for stand in stands:
+        for group, number in stand.entered.items():
+            groups.setdefault(group, {})[stand.rank] = number
+    differing = [numbers for numbers in groups.values() if len(set(numbers.values())) > 1]
+    if not differing:
+        return None
+    largest = max(differing, key=len)
+    last = [
+        {rank for rank, each in numbers.items() if each == min(numbers.values())} for numbers in differing
+    ]
+    ranks = set.intersection(*last) or last[differing.index(largest)]
+    named = [stand for stand in stands if stand.rank in ranks]
+    return named, min(largest.values()), max(largest.values())

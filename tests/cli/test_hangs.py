@@ -146,8 +146,11 @@ def test_machine_0_asks_the_others_and_all_print_who_hangs(folder: Path) -> None
     assert "rank 1 keeps the others waiting: 3 of 4 collectives entered, now in main" in lines[0]
 
 
-def of(rank: int, place: str = "wait", entered: int = -1, host: str = "a", stack: str = "stack") -> Stand:
-    return Stand(rank, host, place, entered, -1, stack)
+def of(
+    rank: int, place: str = "wait", entered: int = -1, host: str = "a", stack: str = "stack", **groups: int
+) -> Stand:
+    """entered: of the group of all; -1: unknown."""
+    return Stand(rank, host, place, groups if entered < 0 else groups | {"all": entered}, stack)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +163,12 @@ def of(rank: int, place: str = "wait", entered: int = -1, host: str = "a", stack
         # Behind counts for more than being elsewhere, and no answer for more than being behind.
         ([of(0, "print", 7), of(1, entered=6), of(2, entered=7)], "rank 1 keeps the others waiting: 6 of 7 "),
         ([of(0, entered=7), of(1, entered=6), of(2, "stopped", stack="")], "rank 2 keeps"),
+        # A group that rank 2 is not in; one that is cut in two, of which the second waits for rank 3.
+        ([of(0, entered=7, pair=5), of(1, entered=6, pair=5), of(2, entered=7)], "rank 1 keeps"),
+        (
+            [of(rank, entered=(7, 7, 6, 6)[rank], tensor=(9, 9, 8, 7)[rank]) for rank in range(4)],
+            "rank 3 keeps the others waiting: 7 of 9",
+        ),
         # Without counts it is the rarest place.
         ([of(0), of(1), of(2, "read")], "rank 2 keeps the others waiting: in read"),
         ([of(0, entered=7), of(1, entered=7)], "all 2 ranks wait: in wait"),
