@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that tell the run: --config, those of `ranks` (1 if none is given), --preset."""
+    for option in (
+        click.option(
+            "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
+        ),
+        functools.partial(ranks, default=1),
+        click.option(
+            "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
+        ),
+    ):
+        command = option(command)
+    return command
 
-    @functools.wraps(command)
-    def of_one(*args: Any, world_size: int | None, **kwargs: Any) -> Any:
-        return command(*args, world_size=world_size or 1, **kwargs)
 
-    found = click.option(
-        "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
-    )(of_one)
-    return click.option(
-        "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
-    )(ranks(found))
-
-
-def ranks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that tell the number of ranks, `world_size`; None if none is given. They are --world-size,
-    and those of `lptune run`, so that its command line can be tried as it stands.
+def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:
+    """The options that tell the number of ranks, `world_size`; `default` if none is given. They are
+    --world-size, and those of `lptune run`, so that its command line can be tried as it stands.
     """
-    count = click.IntRange(min=1)
+    count, usual = click.IntRange(min=1), "" if default is None else f"  [{default}]"
 
     @click.option(
         "--nproc-per-node", "--nproc_per_node", type=count, metavar="N", help="As for `lptune run`."
     )
     @click.option("--nnodes", type=count, metavar="N", help="As for `lptune run`.")
-    @click.option("--world-size", type=count, metavar="N", help="Ranks on all machines.  [1]")
+    @click.option("--world-size", type=count, metavar="N", help=f"Ranks on all machines.{usual}")
     @functools.wraps(command)
     def of_ranks(
         *args: Any, world_size: int | None, nnodes: int | None, nproc_per_node: int | None, **kwargs: Any
@@ -54,7 +54,7 @@ def ranks(command: Callable[..., Any]) -> Callable[..., Any]:
             if world_size:
                 raise UserError("--world-size: is --nnodes times --nproc-per-node; leave it out, or those")
             world_size = (nnodes or 1) * (nproc_per_node or 1)
-        return command(*args, world_size=world_size, **kwargs)
+        return command(*args, world_size=world_size or default, **kwargs)
 
     return of_ranks
 

@@ -332,8 +332,10 @@ def _behind(stands: Sequence[Stand]) -> tuple[list[Stand], int, int] | None:
     if not differing:
         return None
     largest = max(differing, key=len)
+    fewest = [min(numbers.values()) for numbers in differing]
     last = [
-        {rank for rank, each in numbers.items() if each == min(numbers.values())} for numbers in differing
+        {rank for rank, number in numbers.items() if number == least}
+        for numbers, least in zip(differing, fewest, strict=True)
     ]
     ranks = set.intersection(*last) or last[differing.index(largest)]
     named = [stand for stand in stands if stand.rank in ranks]

@@ -214,7 +214,9 @@ def test_a_signal_before_anything_was_trained_ends_all_ranks_at_once_with_one_li
     os.kill(launcher.pid if to_launcher else pids[0], number)
     launcher.join(30)
     line = f"stopped by {number.name}: nothing new to save"
-    assert (launcher.exitcode, (tmp_path / "stderr").read_text().splitlines()[-1]) == (143, line)
+    said = (tmp_path / "stderr").read_text()
+    assert (launcher.exitcode, said.splitlines()[-1]) == (143, line)
+    assert ("Ctrl-C again after 5 s ends at once" in said) == (to_launcher and number == signal.SIGINT)
     assert wait_until_gone(pids)
 
 
