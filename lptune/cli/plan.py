@@ -4,6 +4,7 @@ The model comes from config.json in `model.path` if that folder exists, otherwis
 name of the config: configs are named after their models.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError
-from lptune.base.text import wrapped
+from lptune.base.text import size_text, wrapped
 from lptune.cli import new_config, planned_model, recipe
 from lptune.config import RunConfig
 from lptune.hardware.devices import Device, known_device, named_device, unknown_device
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
 @click.option(
     "--teacher-preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in teacher.path."
 )
+@click.option(
+    "--host-memory",
+    type=click.FloatRange(min=0),
+    metavar="GB",
+    help="What of the host's memory a rank may take. Without it, changes may take any.",
+)
 @new_config.option
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def plan(
@@ -45,6 +52,7 @@ def plan(
     device_name: str | None,
     preset: str | None,
     teacher_preset: str | None,
+    host_memory: float | None,
     write: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
@@ -88,6 +96,9 @@ def plan(
         return
     _echo(verdict(found, device))
     on = f"{world_size} x {device.name}"
+    host_bytes = math.inf if host_memory is None else host_memory * 1e9
+    if found.host_bytes > host_bytes:
+        _echo(f"a rank takes {size_text(found.host_bytes)} of host memory, and may take {host_memory:g} GB")
 
     def save(changes: dict[str, Any], why: str) -> None:
         if write is not None:
@@ -95,14 +106,15 @@ def plan(
             line = new_config.write(write, loaded, model_name, changes, why, world_size)
             _echo(f"{write} is written; its run: {line}")
 
-    if fits(found.peak_bytes, device):
+    if fits(found.peak_bytes, device) and found.host_bytes <= host_bytes:
         save({}, f"as it is: {verdict(found, device)}")
         return
     with progress.in_place("planning changes ..."):
         for line in heading(found, device):
             progress.print_line(line)
         same = write is not None  # what it writes is for the ranks that there are
-        for each in remedies(cfg, model_config, world_size, device, found, step, frozen, same_ranks=same):
+        asked = cfg, model_config, world_size, device, found, step, frozen
+        for each in remedies(*asked, same_ranks=same, host_bytes=host_bytes):
             for part in wrapped(each.line, hang=2):
                 progress.print_line(part)
             if same and each.fits:

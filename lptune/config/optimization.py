@@ -46,6 +46,9 @@ class OptimizerConfig:
     in_backward: bool = False
     """Update each parameter as soon as backward has its gradient, and free that. A step is then one
     micro-batch on each rank (docs/optimizers.md says what else changes)."""
+    cpu_offload: bool = False
+    """Keep the moments of AdamW in host memory. They visit the GPU for each update, a few rows at a time. On
+    a CPU it only takes time."""
     lr: float = 2.0e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
@@ -79,6 +82,12 @@ class OptimizerConfig:
         if self.master == "none" and (self.kind in ("muon", "sgd") or self.ema_decay):
             other = "ema_decay" if self.ema_decay else f"kind={self.kind}"
             raise UserError(f"optimizer.master: none cannot go with optimizer.{other}; leave out one of them")
+        if self.cpu_offload and (self.kind in ("muon", "sgd") or self.ema_decay):
+            other = "ema_decay" if self.ema_decay else f"kind={self.kind}"
+            raise UserError(
+                f"optimizer.cpu_offload: moves the moments of adamw, adamw_bf16 and adamw_8bit, found "
+                f"optimizer.{other}; leave out one of them"
+            )
         if self.ema_decay and self.kind != "adamw":
             raise UserError(
                 f"optimizer.ema_decay: belongs to optimizer.kind=adamw, found optimizer.kind={self.kind}; "

@@ -424,10 +424,12 @@ class RunConfig:
                 f"optimizer.kind: muon multiplies whole matrices, and with parallel.{other} no GPU has the "
                 "rows and columns of one; leave that out, or use optimizer.kind=adamw_8bit"
             )
-        if self.optimizer.in_backward and self.parallel.cpu_offload:
+        plain = self.optimizer.kind == "sgd" or bool(self.optimizer.ema_decay)
+        if self.optimizer.in_backward and self.parallel.cpu_offload and plain:
+            other = "ema_decay" if self.optimizer.ema_decay else "kind=sgd"
             raise UserError(
-                "optimizer.in_backward: parallel.cpu_offload updates weights on the host, for which backward "
-                "would wait; leave out one of them"
+                f"optimizer.in_backward: with parallel.cpu_offload, optimizer.{other} updates weights on the "
+                "host, for which backward would wait; leave out one of them"
             )
         if self.optimizer.in_backward and self.parallel.replicate > 1:
             raise UserError(

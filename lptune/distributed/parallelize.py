@@ -47,6 +47,7 @@ from lptune.config import ParallelConfig, RunConfig
 from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_backbone
+from lptune.hardware.planned import planned
 from lptune.linear import (
     ComputeWeights,
     LowPrecision,
@@ -140,19 +141,23 @@ def parallelize(
         use_compute_weights(model, compute_dtype, world.mesh, forward_methods, names)
         return
     # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
+    # One rank has nothing to sum: a copy of its gradients in float32 would have the same values.
+    alone = world.data_size == 1 and cfg.parallel.reduce_every_micro_batch
     policy: Any = functools.partial(
-        MixedPrecisionPolicy, reduce_dtype=torch.float32, cast_forward_inputs=False
+        MixedPrecisionPolicy, reduce_dtype=None if alone else torch.float32, cast_forward_inputs=False
     )
     shard: dict[str, Any] = {"mesh": world.data_mesh, "mp_policy": policy(param_dtype=compute_dtype)}
     if cfg.parallel.cpu_offload:
-        shard["offload_policy"] = CPUOffloadPolicy()
+        shard["offload_policy"] = CPUOffloadPolicy(pin_memory=planned() is None)  # nothing pins fake tensors
     # From the outside in, since FSDP does not look into modules of another group; so each call is told which
     # parameters are not its own.
     in_float32 = {model.get_parameter(name) for name in names}
     in_blocks = {parameter for block in each for parameter in block.parameters()}
+    of_embedding = _untied_embedding(backbone) if cfg.parallel.cpu_offload else set()
     # The root's weights are used last in forward and first in backward: freeing them in between would
     # gather them twice.
-    fully_shard(model, **shard, reshard_after_forward=False, ignored_params=in_blocks | in_float32)
+    others = in_blocks | of_embedding | in_float32
+    fully_shard(model, **shard, reshard_after_forward=False, ignored_params=others)
     narrow = getattr(torch, cfg.parallel.reduce_dtype) if cfg.parallel.reduce_dtype != "float32" else None
     if narrow is not None:
         reduce_narrowly(model, "", narrow)
@@ -166,6 +171,9 @@ def parallelize(
         fully_shard(holder, **in_its_dtype, reshard_after_forward=False, ignored_params=others)
         in_float32 = {model.get_parameter(name) for name in names}  # others than before
         note_float32_group(holder, (name.removeprefix(f"{inside}.") for name in names))
+    if backbone is not None and of_embedding:
+        # Embedding and head are the largest matrices: neither they nor their gradients need exist together.
+        fully_shard(backbone.embedding, **shard, ignored_params=in_float32)
     for number, block in enumerate(each):
         reshards = cfg.parallel.reshards(world.size)
         fully_shard(block, **shard, reshard_after_forward=reshards, ignored_params=in_float32)
@@ -174,6 +182,13 @@ def parallelize(
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
     prefetch(each, cfg.parallel.prefetch_blocks)
+
+
+def _untied_embedding(backbone: Backbone | None) -> set[nn.Parameter]:
+    """The parameters of the embedding, unless the head has them as well."""
+    if backbone is None or set(backbone.embedding.parameters()) & set(backbone.head.parameters()):
+        return set()
+    return set(backbone.embedding.parameters())
 
 
 def uses_fsdp(parallel: ParallelConfig, num_ranks: int) -> bool:

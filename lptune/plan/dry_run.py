@@ -77,7 +77,9 @@ class DryRun:
     resting: Counter[str]
     """Bytes by category between two steps."""
     host_bytes: int
-    """Bytes that `parallel.cpu_offload` keeps in host memory."""
+    """Bytes that `parallel.cpu_offload` or `optimizer.cpu_offload` keeps in host memory."""
+    offloads_weights: bool
+    """Whether it is `parallel.cpu_offload`."""
     device: Device | None
     """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
@@ -145,10 +147,7 @@ def dry_run(
     offloads = cfg.parallel.cpu_offload
     if offloads and device_type == "cpu":
         raise UserError("parallel.cpu_offload: a CPU has no other memory to move to; set it to false")
-    # Offloaded bytes are subtracted afterwards, since fake tensors are on no device.
-    parallel = dataclasses.replace(cfg.parallel, cpu_offload=False)
-    if offloads and world_size == 1:
-        parallel = dataclasses.replace(parallel, reshard_after_forward=True)  # uses FSDP as offloading does
+    parallel = cfg.parallel
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
     with fake_world(parallel, world_size) as world, as_on(device_type, device):
         num_tokens = cfg.micro_batch_size * cfg.data.seq_len
@@ -189,10 +188,13 @@ def dry_run(
             # Where backward updates, it makes the state of the optimizer, which later steps find.
             made = memory.OPTIMIZER if cfg.optimizer.in_backward else None
             peaks = _in_later_steps(log.peaks(regardless_of=made), resting)
-            host_bytes = 0
+            offloaded = _OFFLOADED if offloads else (memory.OPTIMIZER,) if cfg.optimizer.cpu_offload else ()
+            host_bytes = sum(peaks["update"][name] for name in offloaded)  # gradients are there
+            for held in (*peaks.values(), resting):
+                for name in offloaded:
+                    del held[name]
             if offloads:
-                host_bytes = sum(peaks["update"][name] for name in _OFFLOADED)  # gradients are there
-                peaks, resting = _without_offloaded(peaks, list(blocks)), Counter[str]()
+                _add_staged(peaks, list(blocks), in_backward=cfg.optimizer.in_backward)
             return DryRun(
                 plan=plan,
                 mesh=distributed.mesh_axes(cfg.parallel, world_size),
@@ -207,6 +209,7 @@ def dry_run(
                 peaks=peaks,
                 resting=resting,
                 host_bytes=host_bytes,
+                offloads_weights=offloads,
                 device=device,
                 collectives=collectives,
                 first_collectives=first,
@@ -401,21 +404,15 @@ def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> di
     return {name: peaks[name] | state for name in ("forward", "backward", "update")}
 
 
-def _without_offloaded(
-    peaks: dict[str, Counter[str]], parts: list[models.Backbone]
-) -> dict[str, Counter[str]]:
-    """The peaks on the GPU under offloading. FSDP2 copies the shards of a module to the GPU for a gather,
-    while those of the previous module are still there, and copies gradients to the host. The largest module
-    counts.
+def _add_staged(peaks: dict[str, Counter[str]], parts: list[models.Backbone], *, in_backward: bool) -> None:
+    """Adds what is copied between host and GPU. FSDP2 copies the shards of a module to the GPU for a gather,
+    while those of the previous module are still there, and copies gradients to the host, from where an update
+    in backward brings them again. The largest module counts.
     """
     groups = [group for part in parts for group in linear.fsdp_groups(part)]
     largest = max(memory.storage_bytes(group.parameters) for group in groups)
-    staged = {"forward": 2 * largest, "backward": 3 * largest, "update": 0}
-    return {
-        name: Counter({each: size for each, size in peaks[name].items() if each not in _OFFLOADED})
-        + Counter({STAGED: num_bytes})
-        for name, num_bytes in staged.items()
-    }
+    peaks["forward"][STAGED] = 2 * largest
+    peaks["backward"][STAGED] = (4 if in_backward else 3) * largest
 
 
 @contextmanager
@@ -507,9 +504,12 @@ def _notes(found: DryRun) -> list[str]:
             f"({size_text(num_bytes)})"
         )
     if found.host_bytes:
+        key, held = "optimizer", "the optimizer state"
+        if found.offloads_weights:
+            key, held = "parallel", "parameters, gradients and optimizer state"
         notes.append(
-            f"parallel.cpu_offload: {found.host_bytes / 1e9:,.1f} GB of parameters, gradients and "
-            "optimizer state of each rank are in host memory, pinned"
+            f"{key}.cpu_offload: {found.host_bytes / 1e9:,.1f} GB of {held} of each rank are in host memory, "
+            "pinned"
         )
     return [line for note in notes for line in wrapped(note, hang=_HANG)]
 

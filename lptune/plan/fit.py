@@ -11,6 +11,7 @@ them (`_Search.at_least`). That never leaves out a change that fits.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -31,7 +32,7 @@ _ENOUGH = 2
 _MOST_TIMES = 16
 """Largest number of ranks that is tried, as a multiple of the given number."""
 _RANKS, _OFFLOAD = "--world-size", "parallel.cpu_offload"
-_IN_BACKWARD = "optimizer.in_backward"
+_IN_BACKWARD, _MOMENTS = "optimizer.in_backward", "optimizer.cpu_offload"
 _RESHARD, _EVERY = "parallel.reshard_after_forward", "parallel.reduce_every_micro_batch"
 
 MEASURED_COSTS = {
@@ -114,6 +115,7 @@ def remedies(
     frozen_config: models.Facts | None = None,
     *,
     same_ranks: bool = False,
+    host_bytes: float = math.inf,
 ) -> Iterator[Tried]:
     """Tries changes by dry runs; yields each when it is done.
 
@@ -121,9 +123,9 @@ def remedies(
     host memory nor more ranks: these together. If nothing does: with host memory, then also with more ranks.
     Of changes that fit together, those that are not needed are left out again, the most expensive first.
     Changes that cannot fit are not tried. found: the plan of `cfg` as it is. step, frozen_config: as of
-    `dry_run`. same_ranks: without more ranks.
+    `dry_run`. same_ranks: without more ranks. host_bytes: that a rank may take of its host.
     """
-    search = _Search(cfg, model_config, world_size, device, found, step, frozen_config)
+    search = _Search(cfg, model_config, world_size, device, found, step, frozen_config, host_bytes)
     num_fitting = 0
     possible, tried = list[Remedy](), list[Remedy]()
     changes = [each for each in _changes(cfg, world_size) if not (same_ranks and _RANKS in each)]
@@ -165,6 +167,7 @@ class _Search:
     found: DryRun
     step: PlannedStep
     frozen_config: models.Facts | None
+    host_bytes: float = math.inf
     known: dict[frozenset[tuple[str, bool | int | str]], Tried] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,7 +192,8 @@ class _Search:
                 frozen_config=self.frozen_config,
             )
             other_rows = cfg.global_batch_size != self.cfg.global_batch_size
-            self.known[key] = Tried(change, cfg, other_rows, found, fits(found.peak_bytes, self.device))
+            enough = fits(found.peak_bytes, self.device) and found.host_bytes <= self.host_bytes
+            self.known[key] = Tried(change, cfg, other_rows, found, enough)
         return self.known[key]
 
     def at_least(self, change: Remedy, below: DryRun, its_cfg: RunConfig) -> float:
@@ -214,7 +218,8 @@ class _Search:
         now, then = (lasting(self.model, *each) for each in ((self.cfg, self.world_size), (cfg, num_ranks)))
         resting = self.found.resting
         held = resting[memory.PARAMETERS] + then.weights - now.weights
-        held += resting[memory.OPTIMIZER] + then.optimizer - now.optimizer
+        if not cfg.optimizer.cpu_offload:
+            held += resting[memory.OPTIMIZER] + then.optimizer - now.optimizer
         held += resting[memory.TEACHER] * self.world_size // num_ranks
         gradients = self.found.peaks["update"][memory.GRADIENTS] + then.gradients - now.gradients
         rows = cfg.micro_batch_size * (num_ranks // cfg.parallel.tensor)
@@ -222,12 +227,14 @@ class _Search:
         return held + max(gradients, accumulated + activations)
 
     def joined(self, changes: Sequence[Remedy]) -> Remedy:
-        """All of them; of one key the last value. Without the update in backward if that would be on the
-        host; and on one rank without FSDP where there is no copy of the weights that it could free.
+        """All of them; of one key the last value. With weights in host memory without what then saves nothing
+        on the GPU; and on one rank without FSDP where there is no copy of the weights that it could free.
         """
         joined = {key: value for change in changes for key, value in change.items()}
         if _OFFLOAD in joined:
-            joined.pop(_IN_BACKWARD, None)
+            joined.pop(_MOMENTS, None)
+            if math.isinf(self.host_bytes):
+                joined.pop(_IN_BACKWARD, None)
         elif self.world_size == joined.get(_RANKS, 1) == 1 and _NO_MASTER.items() <= joined.items():
             joined = {key: value for key, value in joined.items() if key not in (_RESHARD, _EVERY)}
         return joined
@@ -238,9 +245,13 @@ class _Search:
         key with several values the value before it is then left.
         """
         kept, best = list(changes), self.tried(self.joined(changes))
+        # Every micro-batch brings all weights from the host: then a smaller one is what costs most.
+        offloads = any(_OFFLOAD in change for change in changes)
         while True:
             did_fit = best.fits
-            for change in reversed(kept):
+            dearest_first = [*reversed(kept)]
+            dearest_first.sort(key=lambda each: not (offloads and "micro_batch_size" in each))
+            for change in dearest_first:
                 fewer = [each for each in kept if each is not change]
                 if self.joined(fewer) == self.joined(kept):  # a value that another one replaces
                     kept = fewer
@@ -252,15 +263,19 @@ class _Search:
                     continue
                 with suppress(UserError):
                     result = self.tried(self.joined(fewer))
-                    if result.fits or result.found.peak_bytes <= best.found.peak_bytes:
+                    if result.fits or _is_no_larger(result.found, best.found):
                         kept, best = fewer, result
             if did_fit or not best.fits:
                 return self.joined(kept)
 
 
+def _is_no_larger(one: DryRun, other: DryRun) -> bool:
+    return one.peak_bytes <= other.peak_bytes and one.host_bytes <= other.host_bytes
+
+
 def _needs_more(change: Remedy) -> bool:
     """Whether it needs what the run does not have: host memory or more ranks."""
-    return bool(change.keys() & {_RANKS, _OFFLOAD})
+    return bool(change.keys() & {_RANKS, _OFFLOAD, _MOMENTS})
 
 
 def _is_measured(change: Remedy) -> bool:
@@ -304,6 +319,8 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
         yield ({} if cfg.optimizer.master == "none" else _NO_MASTER) | {"precision.all_gather": "high"}
     if not cfg.optimizer.in_backward:
         yield {_IN_BACKWARD: True}  # the last that is wanted: it may need another global batch
+    if not (cfg.optimizer.cpu_offload or parallel.cpu_offload):
+        yield {_MOMENTS: True}
     times = 2
     while times <= _MOST_TIMES:
         if num_micro_batches % (times * num_data_ranks) == 0:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lptune.distributed import blocks_are_whole, first_column, on_this_rank
 from lptune.training.listed import ListsMoments
-from lptune.training.moments import BLOCK, FLOAT32, STORAGES, Storage, convert, keys, new_state
+from lptune.training.moments import BLOCK, FLOAT32, STORAGES, Make, Storage, convert, keys, new_state
 
 _EMA, _COUNT = "ema", "ema_step"
 
@@ -44,7 +44,13 @@ class MomentsOfAdamW(ListsMoments):
         """As in ListsMoments, in the dtype and shape of `storages`."""
         if moment not in self.moment_keys(parameter):
             return super().new_moment(parameter, moment)
-        return new_state(self.storages(parameter), parameter, torch.empty)[moment]
+        return self.new_state(self.storages(parameter), parameter, torch.empty)[moment]
+
+    def new_state(
+        self, stored: tuple[Storage, Storage], parameter: nn.Parameter, make: Make = torch.zeros
+    ) -> dict[str, Tensor]:
+        """The tensors of both moments by their keys; see Storage.new."""
+        return new_state(stored, parameter, make)
 
     @torch.no_grad()
     def converted(
@@ -57,7 +63,8 @@ class MomentsOfAdamW(ListsMoments):
             if (theirs := self._stored_otherwise(parameter, name, saved)) is None:
                 continue
             ours, read = self.storages(parameter), new_state(theirs, parameter, torch.empty)
-            state = self.state[parameter] = self._counted(parameter, num_updates) | new_state(ours, parameter)
+            counted = self._counted(parameter, num_updates)
+            state = self.state[parameter] = counted | self.new_state(ours, parameter)
             filled = {f"{key}/{name}": tensor for key, tensor in read.items()}
             if (count := f"{self.COUNT}/{name}") in saved:
                 filled[count] = state[str(self.COUNT)]

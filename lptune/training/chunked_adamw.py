@@ -24,13 +24,16 @@ An optimizer class and not hooks around torch's: a hook sees the weight before a
 itself would need float32 tensors to act on. Parameters that are float32, with float32 moments, are left to
 torch's fused AdamW, which shares its state and groups with this class.
 
+What is in host memory (optimizer.cpu_offload, parallel.cpu_offload) visits the GPU for its update, these few
+rows at a time (from_host.py).
+
 Like torch's fused optimizers it does nothing in a step where its attribute `found_inf`, a 0-dimensional
-float32 tensor on the device of the parameters, is 1. Only the host cannot know: it counts an update for
+float32 tensor on the device that updates, is 1. Only the host cannot know: it counts an update for
 the random bits until `take_back` looks at what the device has counted.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,11 +45,13 @@ from lptune.kernels import quantize_weight_rows, round_to_bfloat16, type_of
 from lptune.linear import Int8Weight, int8_rows
 from lptune.numerics import random_key
 from lptune.training.adamw import MomentsOfAdamW, adamw_for, step_for
-from lptune.training.moments import MOMENTS, RandomBits, Storage, keys, new_state, storages
+from lptune.training.from_host import FromHost, in_host_memory, visits
+from lptune.training.moments import MOMENTS, Make, RandomBits, Storage, keys, storages
 
 # Elements updated at once. Some tens of bytes for each is all the memory that an update takes. On a CPU they
 # stay in the cache (2**22 took twice as long); a GPU wants few launches, and has not been measured.
 _CPU_CHUNK, _GPU_CHUNK = 2**18, 2**23
+_VISITING = 2**22  # from host memory: three such parts are on the GPU at a time
 
 
 class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
@@ -60,12 +65,17 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         names: Mapping[nn.Parameter, str],
         seed: int,
         kind: str = "adamw",
+        from_host: FromHost | None = None,
         **options: Any,
     ) -> None:
-        """groups: as for AdamW. names: of the parameters. kind: optimizer.kind. options: lr, betas, eps."""
+        """groups: as for AdamW. names: of the parameters. kind: optimizer.kind. from_host: moments are kept
+        in host memory. options: lr, betas, eps.
+        """
         super().__init__(groups, options)
         self._names, self._seed = names, seed
-        self._kind = kind
+        self._kind, self.from_host = kind, from_host
+        self.gradients: Mapping[nn.Parameter, Tensor] = {}
+        """Parts on this rank, of shape (rows, K) or any other, of parameters whose `grad` is not used."""
         self._plain_ones = {p for group in groups for p in group["params"] if self._is_plain(p)}
         self._plain = adamw_for(self, **options)
 
@@ -73,7 +83,34 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         """How the moments of `parameter` are stored: as optimizer.kind says, if it is large."""
         return storages(self._kind, parameter)
 
+    def device_of(self, parameter: nn.Parameter) -> torch.device:
+        """Where updates of `parameter` are computed."""
+        return parameter.device if self.from_host is None else self.from_host.device
+
+    def stored(self, names: Mapping[nn.Parameter, str], num_updates: int) -> dict[str, Tensor]:
+        """As in ListsMoments, when the host may read it."""
+        self._wait()
+        return super().stored(names, num_updates)
+
+    def new_state(
+        self, stored: tuple[Storage, Storage], parameter: nn.Parameter, make: Make = torch.zeros
+    ) -> dict[str, Tensor]:
+        """As of AdamW, in host memory where moments are."""
+        new = super().new_state(stored, parameter, make)
+        return new if self.from_host is None else {key: in_host_memory(each) for key, each in new.items()}
+
+    def _counted(self, parameter: nn.Parameter, num_updates: int) -> dict[str, Tensor]:
+        counted = super()._counted(parameter, num_updates)
+        return {key: each.to(self.device_of(parameter)) for key, each in counted.items()}
+
+    def _wait(self) -> None:
+        """The host waits for what the device sends back."""
+        if self.from_host is not None and self.from_host.device.type == "cuda":
+            torch.cuda.synchronize(self.from_host.device)
+
     def _is_plain(self, parameter: nn.Parameter) -> bool:
+        if self.from_host is not None:
+            return False
         is_float32 = int8_rows(parameter) is None and parameter.dtype == torch.float32
         return is_float32 and keys(self.storages(parameter)) == MOMENTS
 
@@ -85,8 +122,13 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         step_for(self, self._plain_ones, self._plain)
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._plain_ones:
+                if self._has_gradient(parameter) and parameter not in self._plain_ones:
                     self._update(parameter, group, found_inf)
+        if self.from_host is not None and self.from_host.weights and not self.gradients:
+            self._wait()  # the host measures weights after a step, and gathers them
+
+    def _has_gradient(self, parameter: nn.Parameter) -> bool:
+        return parameter in self.gradients or parameter.grad is not None
 
     def take_back(self) -> None:
         """After a step in which `found_inf` was 1 for some parameters: the next one draws the bits that it
@@ -98,9 +140,10 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], found_inf: Tensor | None) -> None:
         state, stored = self.state[parameter], self.storages(parameter)
+        device = self.device_of(parameter)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= new_state(stored, parameter)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state |= self.new_state(stored, parameter)
             state["num_updates"] = 0
         if "num_updates" not in state:
             # Once after a resume; from there on counted here, as reading it waits for the device.
@@ -115,39 +158,43 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         keys_of_moments = [random_key(key, number, "moment") for number, _ in enumerate(MOMENTS)]
 
         weight, first_row = local_rows(parameter)
-        assert parameter.grad is not None
-        if not isinstance(weight, Int8Weight):
-            weight = _as_rows(weight)
-        num_rows, k = weight.shape
-        g_all_NK = on_this_rank(parameter.grad).reshape(num_rows, k)
-        parts = [
-            tuple(_as_rows(on_this_rank(state[moment + suffix])) for suffix in storage.SUFFIXES)
+        own = [weight.q_NK, weight.scale_N1] if isinstance(weight, Int8Weight) else [_as_rows(weight)]
+        num_rows, k = own[0].shape
+        given = self.gradients.get(parameter)
+        if given is None:
+            assert parameter.grad is not None
+            given = on_this_rank(parameter.grad)
+        moments_of = [
+            [_as_rows(on_this_rank(state[moment + suffix])) for suffix in storage.SUFFIXES]
             for moment, storage in zip(MOMENTS, stored, strict=True)
         ]
-        chunk = max(1, (_CPU_CHUNK if type_of(weight.device) == "cpu" else _GPU_CHUNK) // k)
+        tensors = [given.reshape(num_rows, k), *own, *moments_of[0], *moments_of[1]]
+        most = _CPU_CHUNK if type_of(device) == "cpu" else _GPU_CHUNK if self.from_host is None else _VISITING
+        chunk = max(1, most // k)
         # One buffer for all parts: memory that is new to the process costs a CPU more than the update.
         buffer_NK = None
         if isinstance(weight, Int8Weight) or weight.dtype != torch.float32:
-            buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=weight.device)
+            buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=device)
         beta1, beta2 = group["betas"]
         starts = range(0, num_rows, chunk)
-        if isinstance(g_all_NK, FakeTensor):  # no values: further parts allocate and free as the second does
+        if isinstance(given, FakeTensor):  # no values: further parts allocate and free as the second does
             starts = starts[:2]
-        for start in starts:
-            rows = slice(start, min(start + chunk, num_rows))
-            rows_of = [tuple(tensor[rows] for tensor in tensors) for tensors in parts]
+        for rows, (g_NK, *here) in self._visits(
+            tensors, parameter, [slice(i, min(i + chunk, num_rows)) for i in starts]
+        ):
+            weight_here, rest = here[: len(own)], here[len(own) :]
+            split = len(moments_of[0])
+            rows_of = [tuple(rest[:split]), tuple(rest[split:])]
             moments = [storage.read(of, 0) for storage, of in zip(stored, rows_of, strict=True)]
             if buffer_NK is None:
-                w_NK = weight[rows]
+                (w_NK,) = weight_here
             elif isinstance(weight, Int8Weight):
-                w_NK = _dequantize_into(
-                    buffer_NK[: rows.stop - start], weight.q_NK[rows], weight.scale_N1[rows]
-                )
+                w_NK = _dequantize_into(buffer_NK[: rows.stop - rows.start], *weight_here)
             else:
-                w_NK = buffer_NK[: rows.stop - start].copy_(weight[rows])
+                w_NK = buffer_NK[: rows.stop - rows.start].copy_(weight_here[0])
             torch._fused_adamw_(
                 [w_NK],
-                [g_all_NK[rows].to(torch.float32)],
+                [g_NK.to(torch.float32)],
                 [moments[0]],
                 [moments[1]],
                 [],
@@ -161,11 +208,11 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                 maximize=False,
                 found_inf=found_inf,
             )
-            bits = RandomBits(key, (first_row + start) * k)
+            bits = RandomBits(key, (first_row + rows.start) * k)
             for storage, of, moment, its_key in zip(stored, rows_of, moments, keys_of_moments, strict=True):
                 storage.write(of, moment, bits._replace(key=its_key))
             if isinstance(weight, Int8Weight):
-                q_NK, scale_N1 = weight.q_NK[rows], weight.scale_N1[rows]
+                q_NK, scale_N1 = weight_here
                 updated = quantize_weight_rows(
                     w_NK,
                     *bits,
@@ -174,11 +221,29 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
                     scale_before=scale_N1,
                     found_inf=found_inf,
                 )
-                weight.store(rows, updated)
+                q_NK.copy_(updated.q_MK)
+                scale_N1.copy_(updated.scale_M1)
             elif buffer_NK is not None:
-                weight[rows] = round_to_bfloat16(w_NK, *bits)
+                weight_here[0].copy_(round_to_bfloat16(w_NK, *bits))
         if found_inf is not None:
             state["step"] -= found_inf
+
+    def _visits(
+        self, tensors: list[Tensor], parameter: nn.Parameter, parts: list[slice]
+    ) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Each of the parts with these rows of the tensors, the first of which is the gradient, where they
+        are updated.
+        """
+        if self.from_host is None:
+            yield from ((rows, [tensor[rows] for tensor in tensors]) for rows in parts)
+            return
+        weights = self.from_host.weights
+        num_own = 2 if int8_rows(parameter) is not None else 1
+        away = [weights and parameter not in self.gradients, *[weights] * num_own]
+        away += [True] * (len(tensors) - len(away))
+        changed = [False] + [True] * (len(tensors) - 1)
+        if parts:
+            yield from zip(parts, visits(tensors, parts, self.from_host.device, away, changed), strict=True)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

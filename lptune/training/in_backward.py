@@ -30,22 +30,27 @@ The update of a parameter is the optimizer's own step() over that parameter alon
 update after backward if nothing is clipped.
 
 On CUDA under FSDP all this happens on the stream of the reduce-scatter, and the backward of the next block
-goes on meanwhile.
+goes on meanwhile. With parallel.cpu_offload FSDP sends reduced gradients to host memory, without waiting as
+long as nobody asks for each of them. So those of a block are updated when the next block's are reduced: they
+visit the GPU together with the weights and moments (from_host.py).
 """
 
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lptune.base.errors import UserError
 from lptune.config import RunConfig
 from lptune.distributed import World, on_this_rank
 from lptune.linear import LowPrecision, fsdp_groups
+from lptune.training.chunked_adamw import ChunkedAdamW
+from lptune.training.from_host import FromHost
 from lptune.training.optimizer import clipping_factor, counts_here
 from lptune.training.update import Update, Updated
 
@@ -85,8 +90,17 @@ class UpdateInBackward(Update):
         """By which this step's gradients are multiplied; None: they are not clipped."""
         self._norm_before: float | None = None
         self._was_torn = False
+        self._from_host: FromHost | None = None
+        if isinstance(optimizer, ChunkedAdamW) and optimizer.from_host and optimizer.from_host.weights:
+            self._from_host = optimizer.from_host
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(_calling(weakref.ref(self), UpdateInBackward.reduces_another))
+            return
         for parameter in self._group_of:
-            parameter.register_post_accumulate_grad_hook(_calling(weakref.ref(self)))
+            parameter.register_post_accumulate_grad_hook(
+                _calling(weakref.ref(self), UpdateInBackward.has_gradient)
+            )
 
     def counts(self) -> dict[str, float]:
         """As of Update, and the norm by which the next step clips, unless there is none."""
@@ -133,17 +147,35 @@ class UpdateInBackward(Update):
     @torch.no_grad()
     def has_gradient(self, parameter: nn.Parameter) -> None:
         """Called by backward when `parameter` has its gradient, reduced over ranks."""
-        if self._bad_loss is None:
-            raise RuntimeError(
-                "optimizer.in_backward: step.add(loss) comes before loss.backward(), which updates weights"
-            )
-        if parameter in self._norms:
-            raise RuntimeError("optimizer.in_backward allows one loss and one backward() in a step")
+        self._check_first([parameter])
         together = self._together.get(parameter, (parameter,))
         finished = self._finished.setdefault(together[0], [])
         finished.append(parameter)
         if len(finished) == len(together):
             self._update(self._finished.pop(together[0]))
+
+    @torch.no_grad()
+    def reduces_another(self, _: Tensor) -> None:
+        """Called by FSDP when it has reduced the gradients of a block: those before are on their way to host
+        memory (parallel.cpu_offload).
+        """
+        self._check_first([])
+        self._update_rest()
+
+    def _update_rest(self) -> None:
+        """Updates the parameters that have a gradient. A collective."""
+        if rest := [parameter for parameter in self._group_of if parameter.grad is not None]:
+            self._check_first(rest)
+            self._update(rest)
+
+    def _check_first(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises RuntimeError for a backward whose loss is not known, and for a second one."""
+        if self._bad_loss is None:
+            raise RuntimeError(
+                "optimizer.in_backward: step.add(loss) comes before loss.backward(), which updates weights"
+            )
+        if any(parameter in self._norms for parameter in parameters):
+            raise RuntimeError("optimizer.in_backward allows one loss and one backward() in a step")
 
     def norm_of(self, parameter: nn.Parameter) -> Tensor | None:
         """The norm of its gradient on this rank (0 where another rank counts it), which is kept from its
@@ -155,6 +187,10 @@ class UpdateInBackward(Update):
         """Updates `parameters`, and frees their gradients. A collective."""
         assert self._bad_loss is not None
         gradients = [on_this_rank(p.grad) for p in parameters if p.grad is not None]
+        if self._from_host is not None:
+            # After FSDP's copy to host memory, since both are on this stream.
+            gradients = [each.to(self._from_host.device, non_blocking=True) for each in gradients]
+            self._optimizer.gradients = dict(zip(parameters, gradients, strict=True))  # type: ignore[attr-defined]
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         bad_P = (~torch.stack(norms).isfinite()).to(torch.float32)
         self._world.max_(bad_P)
@@ -166,6 +202,8 @@ class UpdateInBackward(Update):
             self._norms[parameter] = norm if counts_here(parameter) else torch.zeros_like(norm)
             self._step_unless(bad, [parameter], functools.partial(self._step, parameter))
             parameter.grad = None
+        if self._from_host is not None:
+            self._optimizer.gradients = {}  # type: ignore[attr-defined]
 
     def _step(self, parameter: nn.Parameter) -> None:
         """The optimizer's step over `parameter` alone, without the hooks of a step: they belong to its end,
@@ -180,8 +218,7 @@ class UpdateInBackward(Update):
             optimizer.param_groups = groups
 
     def _squares(self) -> Tensor:
-        for parameters in self._finished.values():  # others of their block have no gradient in this step
-            self._update(parameters)
+        self._update_rest()  # others of their block have no gradient in this step
         self._finished.clear()
         norms = [self._norms[p] for p in self._model.parameters() if p in self._norms]
         if not norms:
@@ -203,14 +240,14 @@ def _reduced_together(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[nn
 
 
 def _calling(
-    update: Callable[[], UpdateInBackward | None],
-) -> Callable[[nn.Parameter], None]:
+    update: Callable[[], UpdateInBackward | None], method: Callable[[UpdateInBackward, Any], None]
+) -> Callable[[Any], None]:
     """A hook. update: a weak reference, since Python's garbage collector does not look into the hooks of a
     tensor.
     """
 
-    def has_gradient(parameter: nn.Parameter) -> None:
+    def hook(argument: Any) -> None:
         if (found := update()) is not None:
-            found.has_gradient(parameter)
+            method(found, argument)
 
-    return has_gradient
+    return hook

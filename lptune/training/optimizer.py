@@ -18,6 +18,7 @@ from lptune.distributed import is_first_holder, on_this_rank
 from lptune.linear import int8_rows
 from lptune.training.adamw import AdamW, AveragingAdamW
 from lptune.training.chunked_adamw import ChunkedAdamW
+from lptune.training.from_host import kept_on_host
 from lptune.training.muon import Muon, matrices
 from lptune.training.sgd import SGD
 
@@ -48,10 +49,14 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
             return SGD(groups, lr=cfg.lr, momentum=cfg.momentum)
         stacked = matrices(model)
         return Muon(groups, {p: stacked[name] for p, name in names.items() if name in stacked}, **options)
-    if stores_int8 or cfg.kind != "adamw" or cfg.master == "none":
+    from_host = kept_on_host(trained[0], cfg)
+    # Moments in float32 are updated on the host as fast as the link would carry them, if backward need not
+    # wait for that.
+    on_host = from_host is not None and from_host.weights and cfg.kind == "adamw" and not cfg.in_backward
+    if stores_int8 or cfg.kind != "adamw" or cfg.master == "none" or (from_host is not None and not on_host):
         if cfg.ema_decay:
             raise ValueError("ema_decay: averages need float32 weights and moments; leave it at 0")
-        return ChunkedAdamW(groups, names, seed, cfg.kind, **options)
+        return ChunkedAdamW(groups, names, seed, cfg.kind, from_host, **options)
     # foreach AdamW on DTensors leaks in torch >= 2.12; fused has no temporaries and exists on CPU and CUDA.
     if cfg.ema_decay:
         return AveragingAdamW(groups, cfg.ema_decay, **options, fused=True)

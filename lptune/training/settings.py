@@ -3,6 +3,7 @@
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,20 +68,35 @@ def check_memory(model: Backbone, cfg: RunConfig, world: World, frozen: Backbone
     loaded. `lptune plan` adds what a step takes for a while.
 
     model, frozen: as of `lasting`; frozen is a second model, which is not trained. Raises UserError, with a
-    command that finds what fits, where the device or (parallel.cpu_offload, CPU) the host has not so many.
+    command that finds what fits, where the device or (cpu_offload, CPU) the host has not so many.
     """
-    needed = sum(sum(lasting(each, cfg, world.size)) for each in (model, frozen) if each is not None)
-    gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
-    name, has = "the host", available_bytes()
-    held = needed * int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # the ranks of a machine share it
-    if gpu is not None and not cfg.parallel.cpu_offload:
-        name, has, held = gpu.name, gpu.total_memory, needed
-    what, more = "weights, gradients and the optimizer", "activations"
+    parts = [lasting(each, cfg, world.size) for each in (model, frozen) if each is not None]
+    moments = sum(part.optimizer for part in parts)
+    others = sum(part.weights + part.gradients for part in parts)
+    what, more = "weights, gradients", "; activations on top"
     if cfg.optimizer.in_backward:
-        what, more = "weights and the optimizer", "activations and the gradients of a block"
-    of = "" if gpu is None or has is None else f" of {_size(has)}{' of the host' * cfg.parallel.cpu_offload}"
+        what, more = "weights", "; activations and the gradients of a block on top"
+    gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
+    if gpu is not None and cfg.optimizer.cpu_offload and not cfg.parallel.cpu_offload:
+        _check_held(others, what.replace(", ", " and "), more, world, gpu, on_host=False)
+        _check_held(moments, "the optimizer", "", world, gpu, on_host=True)
+        return
+    on_host = gpu is None or cfg.parallel.cpu_offload
+    _check_held(moments + others, f"{what} and the optimizer", more, world, gpu, on_host=on_host)
+
+
+def _check_held(needed: int, what: str, more: str, world: World, gpu: Any, *, on_host: bool) -> None:
+    """Prints that each rank holds `needed` bytes of `what`. Raises UserError as `check_memory`. gpu: of this
+    rank, whether they are there or, on_host, in host memory; None: it has none.
+    """
+    name, has, held = "the host", available_bytes(), needed
+    if on_host:
+        held *= int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # the ranks of a machine share it
+    else:
+        name, has = gpu.name, gpu.total_memory
+    of = "" if gpu is None or has is None else f" of {_size(has)}{' of the host' * on_host}"
     each = " a rank" if world.size > 1 else ""
-    world.print(f"memory: {_size(needed)}{of}{each} for {what}; {more} on top")
+    world.print(f"memory: {_size(needed)}{of}{each} for {what}{more}")
     if has is None or held <= has:
         return
     remedy = "lower it by optimizer.kind=adamw_8bit, optimizer.master=none or optimizer.in_backward=true"

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lptune.base.errors import DivergedError
 from lptune.distributed import World, on_this_rank, reshard
 from lptune.linear import LowPrecision
-from lptune.training.adamw import AdamW
+from lptune.training.adamw import MomentsOfAdamW
 from lptune.training.chunked_adamw import ChunkedAdamW
 from lptune.training.optimizer import grad_squares, scale_gradients
 
@@ -155,12 +155,13 @@ class Update:
     ) -> None:
         """Launches `step`, which updates `parameters`; it changes nothing where `skipped` is set."""
         optimizer = self._optimizer
-        # Offloaded parameters are updated on the host, which must wait for this value.
-        parameters_on = optimizer.param_groups[0]["params"][0].device
-        found_inf = skipped.to(torch.float32).to(parameters_on)
+        first = optimizer.param_groups[0]["params"][0]
+        # Some offloaded parameters are updated on the host, which must wait for this value.
+        updates_on = optimizer.device_of(first) if isinstance(optimizer, ChunkedAdamW) else first.device
+        found_inf = skipped.to(torch.float32).to(updates_on)
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         new = [p for p in parameters if not optimizer.state.get(p)]
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, MomentsOfAdamW):
             new = []  # it makes its moments of zeros, and averages of weights that a skipped step keeps
         step()
         if new:

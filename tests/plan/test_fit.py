@@ -167,10 +167,11 @@ def test_the_search_ends_when_two_changes_fit_and_tries_all_together_when_none_d
         (2, "adamw float32", "full", 2),
         (2, "adamw none", "selective", 2),
         (2, "adamw float32", "selective", 2),  # with an update in backward
+        (2, "adamw float32", "selective", 2),  # with moments in host memory
         (2, "adamw float32", "selective", 4),
     ]
     assert [verdict_of(line) for line in lines] == [
-        *["does not fit"] * 4, "fits", "does not fit", "does not fit", "fits",
+        *["does not fit"] * 4, "fits", *["does not fit"] * 3, "fits",
     ]  # fmt: skip
     assert lines[0].startswith("  parallel.reduce_every_micro_batch=true: ")
     tried.clear()
@@ -269,7 +270,9 @@ def test_an_optimizer_is_proposed_only_if_the_config_takes_it(
     alone = [each for each in keys_of(remedies(cfg, TINY, 2, device, holds(0))) if " " not in each]
     found = [each for each in alone if each.startswith("optimizer.")]
     in_backward = [] if cfg.optimizer.kind == "sgd" else ["in_backward=true"]  # which would not be clipped
-    assert found == [f"optimizer.{each}" for each in proposed + in_backward]
+    of_adamw = cfg.optimizer.kind.startswith("adamw") and not cfg.optimizer.ema_decay
+    moments = ["cpu_offload=true"] if of_adamw else []
+    assert found == [f"optimizer.{each}" for each in proposed + in_backward + moments]
 
 
 def test_what_an_optimizer_costs_is_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,10 +412,10 @@ def test_the_verdict_leaves_room_for_what_a_plan_does_not_count() -> None:
 
 
 def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
-    kept = dry_run(CONFIG, TINY, 2)
-    moved = dry_run(
-        dataclasses.replace(CONFIG, parallel=ParallelConfig(cpu_offload=True)), TINY, 2, named_device("h100")
-    )
+    tied = dataclasses.replace(TINY, tied=True)  # else a group of its own
+    kept = dry_run(CONFIG, tied, 2)
+    offloads = dataclasses.replace(CONFIG, parallel=ParallelConfig(cpu_offload=True))
+    moved = dry_run(offloads, tied, 2, named_device("h100"))
     states = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
     assert moved.host_bytes == sum(kept.peaks["update"][name] for name in states) > 0
     for phase, times in (("forward", 2), ("backward", 3), ("update", 0)):
@@ -423,6 +426,44 @@ def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
         # Of the largest module: no less than a block of two, no more than all.
         assert staged <= times * kept.resting[memory.PARAMETERS]
         assert (staged > 0) == (times > 0)
+
+
+def test_moments_alone_move_to_the_host_and_nothing_else_changes() -> None:
+    kept = dry_run(CONFIG, TINY, 2)
+    optimizer = dataclasses.replace(CONFIG.optimizer, cpu_offload=True)
+    moved = dry_run(dataclasses.replace(CONFIG, optimizer=optimizer), TINY, 2, named_device("h100"))
+    assert moved.host_bytes == kept.resting[memory.OPTIMIZER] > 0
+    assert moved.resting == kept.resting - Counter({memory.OPTIMIZER: kept.resting[memory.OPTIMIZER]})
+    for phase in ("forward", "backward"):
+        assert moved.peaks[phase].total() == kept.peaks[phase].total() - moved.host_bytes
+    assert "optimizer.cpu_offload: " in moved.report()
+    assert moved.collectives == kept.collectives
+
+
+def test_with_weights_in_host_memory_embedding_and_head_are_not_gathered_together() -> None:
+    offloads = dataclasses.replace(CONFIG, parallel=ParallelConfig(cpu_offload=True))
+    facts = dataclasses.replace(TINY, vocab_size=2**15)
+    words = 2 * facts.vocab_size * facts.hidden_size  # bytes of one of them in bfloat16; all else is less
+    found = dry_run(offloads, facts, 2, named_device("h100"))
+    assert words <= found.peaks["forward"][memory.GATHERED] < 2 * words
+
+
+def test_what_the_host_has_is_a_limit_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(cfg: FinetuneConfig, *_: object, **__: object) -> SimpleNamespace:
+        """100 bytes, on the GPU or, less a byte for each change, on the host."""
+        on_host = 60 - saved(cfg, 2) if cfg.parallel.cpu_offload else 0
+        return SimpleNamespace(peak_bytes=100 - on_host, host_bytes=on_host, peaks=NOTHING)
+
+    monkeypatch.setattr(fit, "dry_run", planned)
+    device = dataclasses.replace(named_device("h100"), memory_bytes=80)
+
+    def fitting(host_bytes: float) -> list[str]:
+        found = fit.remedies(CONFIG, TINY, 2, device, holds(0), host_bytes=host_bytes)
+        return [each.words for each in found if each.fits]
+
+    assert fitting(60) == ["parallel.cpu_offload=true"]
+    assert fitting(56) == ["optimizer.kind=adamw_8bit parallel.cpu_offload=true"]
+    assert fitting(52) == []
 
 
 @pytest.mark.parametrize(

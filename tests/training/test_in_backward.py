@@ -353,7 +353,13 @@ def test_more_than_one_micro_batch_a_step_is_refused_with_what_to_set() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"parallel": ParallelConfig(cpu_offload=True)}, "updates weights on the host"),
+        (
+            {
+                "parallel": ParallelConfig(cpu_offload=True),
+                "optimizer": OptimizerConfig(in_backward=True, ema_decay=0.9),
+            },
+            "updates weights on the host",
+        ),
         ({"parallel": ParallelConfig(replicate=2)}, "would save no memory"),
         ({"optimizer": OptimizerConfig(kind="sgd", in_backward=True)}, "set max_grad_norm=0"),
     ],
