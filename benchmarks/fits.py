@@ -4,9 +4,10 @@
     python benchmarks/fits.py --write        writes them in place of the tables that stand there
     python benchmarks/fits.py --model 8B --gpus 1x24
 
-Each cell is what `lptune plan --config CONFIG --world-size N --device GPU precision.kind=int8_rotated --write
-my.yaml` would write: the config as it is, or with the first change that fits, or with several together. A
-fit leaves a tenth of the memory free. Nothing is run. Speed is not in the tables: what predicts it
+Each cell is what `lptune plan --config CONFIG --world-size N --device GPU --host-memory GB --write my.yaml
+precision.kind=int8_rotated` would write: the config as it is, or with the first change that fits, or with
+several together. A fit leaves a tenth of the memory free; a rank may take HOST times its GPU's memory of the
+host. Nothing is run. Speed is not in the tables: what predicts it
 (lptune/plan/from_counts.py) knows no update but AdamW's in float32, no recomputation and no exchange.
 """
 
@@ -32,6 +33,8 @@ MODELS = {
 DEVICES = {16: "4080", 24: "4090", 48: "l40s", 80: "h100", 141: "h200"}
 """GB -> a GPU with so much."""
 GPUS = ("1x16", "1x24", "1x48", "1x80", "1x141", "4x24", "8x24", "4x80", "8x80")
+HOST = 4
+"""GB of host memory for each GB of a GPU."""
 LETTERS = {
     "parallel.reshard_after_forward": "S",
     "parallel.reduce_every_micro_batch": "R",
@@ -42,6 +45,7 @@ LETTERS = {
     "optimizer.master": "W",
     "precision.all_gather": "H",
     "optimizer.in_backward": "G",
+    "optimizer.cpu_offload": "O",
     "parallel.cpu_offload": "C",
 }
 """Change -> its sign in the tables, in the order of what it costs."""
@@ -75,7 +79,7 @@ def in_a_word(fits: bool, signs: str) -> str:
     """A cell of the short table."""
     if not fits:
         return "–"
-    return "host" if LETTERS["parallel.cpu_offload"] in signs.split() else "changed" if signs else "yes"
+    return "host" if {"O", "C"} & set(signs.split()) else "changed" if signs else "yes"
 
 
 def cell(model: str, gpus: str) -> Cell:
@@ -88,7 +92,8 @@ def cell(model: str, gpus: str) -> Cell:
     if fit.fits(found.peak_bytes, device):
         return Cell(True, "", found.peak_bytes, 0, "")
     least = Cell(False, "", found.peak_bytes, 0, "")
-    for tried in fit.remedies(cfg, facts, num_ranks, device, found, same_ranks=True):
+    host_bytes = HOST * int(gigabytes) * 1e9
+    for tried in fit.remedies(cfg, facts, num_ranks, device, found, same_ranks=True, host_bytes=host_bytes):
         signs = " ".join(_signs(tried.change))
         each = Cell(tried.fits, signs, tried.found.peak_bytes, tried.found.host_bytes, tried.words)
         if each.fits:

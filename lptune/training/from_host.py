@@ -70,7 +70,7 @@ def visits(
     which are written to. The tensors are right for what the current stream does after the last part; the host
     must wait for that before it reads them.
     """
-    streams = _streams(device)
+    streams = streams_of(device)
     rounds = [
         [
             torch.empty_like(tensor[parts[0]], device=device) if is_away else None
@@ -109,7 +109,7 @@ def visits(
     streams.wait(streams.update(), sent[(len(parts) - 1) % len(rounds)])
 
 
-class _Streams(NamedTuple):
+class Streams(NamedTuple):
     """The three streams; `update` is the caller's."""
 
     bring: Any
@@ -118,6 +118,7 @@ class _Streams(NamedTuple):
 
     @staticmethod
     def use(stream: Any) -> AbstractContextManager[Any]:
+        """Within it, `stream` is the current one."""
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     @staticmethod
@@ -127,15 +128,17 @@ class _Streams(NamedTuple):
 
     @staticmethod
     def wait(stream: Any, event: Any) -> None:
+        """What `stream` is given from here on comes after `event`."""
         if stream is not None:
             stream.wait_event(event)
 
 
 @functools.cache
-def _streams(device: torch.device) -> _Streams:
+def streams_of(device: torch.device) -> Streams:
+    """Those of this process for `device`; none on a CPU."""
     if device.type != "cuda":
-        return _Streams(None, None, lambda: None)
-    return _Streams(
+        return Streams(None, None, lambda: None)
+    return Streams(
         torch.cuda.Stream(device),
         torch.cuda.Stream(device),
         functools.partial(torch.cuda.current_stream, device),

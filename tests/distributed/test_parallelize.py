@@ -1,6 +1,5 @@
 """Sharding, checkpointing and compilation change where and when things are computed, not what."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lptune.distributed import check_compiler
 from lptune.kernels import RECOMPUTED, gathered_bytes, record_gemms
 from lptune.linear.kinds import rowwise
 from tests.distributed.test_tensor_parallel import build, preset_config
+from tests.helpers.pinning import pinned_addresses
 from tests.helpers.ranks import Ranks
 
 
@@ -257,28 +257,8 @@ def test_sums_over_ranks_are_float64(ranks: Ranks) -> None:
     assert ranks.run(_sum, 2) == [2**53 - 1] * 2
 
 
-@pytest.fixture
-def pinned_addresses() -> Iterator[set[int]]:
-    """Stands in for pinning, which needs a GPU: a pinned copy is a clone whose address is remembered."""
-    addresses: set[int] = set()
-
-    def pin(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-        copy = tensor.clone()
-        addresses.add(copy.untyped_storage().data_ptr())
-        return copy
-
-    def is_pinned(tensor: torch.Tensor, device: object = None) -> bool:
-        return tensor.untyped_storage().data_ptr() in addresses
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_pin_memory", pin, "CPU", allow_override=True)
-    library.impl("is_pinned", is_pinned, "CPU", allow_override=True)
-    yield addresses
-    library._destroy()
-
-
 @pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_tensorwise", "int8_weight_only"])
-def test_offloaded_weights_are_pinned_and_gathered_alike(kind: str, pinned_addresses: set[int]) -> None:
+def test_offloaded_weights_are_pinned_and_gathered_alike(kind: str) -> None:
     results = []
     for offload in (False, True):
         cfg = _config(
@@ -287,11 +267,11 @@ def test_offloaded_weights_are_pinned_and_gathered_alike(kind: str, pinned_addre
                 cpu_offload=offload, reduce_every_micro_batch=offload, reshard_after_forward=True
             ),
         )
-        with distributed.session("cpu") as world:
+        with distributed.session("cpu") as world, pinned_addresses() as addresses:
             results.append(_gradients(world, cfg, tied=False))
     expected, actual = results
     # The 14 linear layers, the head, the embedding and the norms; in INT8 rows and scales apart.
-    assert len(pinned_addresses) >= 21
+    assert len(addresses) >= 21
     for name, tensor in expected.items():
         # Offloaded gradients are reduced and added micro-batch by micro-batch: another order.
         assert torch.allclose(actual[name], tensor, rtol=1e-5, atol=1e-6 * float(tensor.abs().max())), name
