@@ -31,11 +31,12 @@ _HUB_ID = re.compile(r"^# {1,9}lptune download ([\w.-]{1,96}/[\w.-]{1,96})", re.
 _KIND = re.compile(r"^[^#\n]{0,100}\bkind: (adamw\w{0,20})\b", re.MULTILINE)
 _NO_MASTER = re.compile(r"^[^#\n]{0,100}\bmaster: none\b", re.MULTILINE)
 _IN_BACKWARD = re.compile(r"^[^#\n]{0,100}\bin_backward: true\b", re.MULTILINE)
+_OFFLOADS = re.compile(r"^[^#\n]{0,100}\bcpu_offload: true\b", re.MULTILINE)
 _NOTE = (
     "Number of weights; memory of the weights, gradients and AdamW state over all GPUs, with the config's "
-    "optimizer; the GPUs of 24, 48 or 80 GB that this takes at least; the id on the hub. Activations come on "
-    "top: `lptune plan --config CONFIG` counts them. optimizer.kind=adamw_8bit with optimizer.master=none "
-    "takes 6 bytes of each weight, AdamW in float32 16."
+    "optimizer; the GPUs of 24, 48 or 80 GB that this takes at least (host: host memory); the id on the hub. "
+    "Activations come on top: `lptune plan --config CONFIG` counts them. optimizer.kind=adamw_8bit with "
+    "optimizer.master=none takes 6 bytes of each weight, AdamW in float32 16."
 )
 
 
@@ -49,7 +50,7 @@ class Row(NamedTuple):
     """None: the config is not named after a preset."""
     hub_id: str
     bytes_per_weight: float
-    copy_bytes: int
+    copy_bytes: int | None
     """See `bytes_of`."""
 
     @property
@@ -95,9 +96,10 @@ def row(name: str, path: Path) -> Row:
     return Row(name, kind, comment, num_weights(name), hub_id(path), *bytes_of(path))
 
 
-def bytes_of(config: Path) -> tuple[float, int]:
+def bytes_of(config: Path) -> tuple[float, int | None]:
     """For each weight: the bytes of weight, gradient and moments with the optimizer that the config names,
-    and those of the copy in compute dtype that one GPU keeps beside a float32 weight.
+    and those of the copy in compute dtype that one GPU keeps beside a float32 weight; None: all of them are
+    in host memory.
     """
     try:
         text = read_text(config, 2**20)
@@ -108,7 +110,7 @@ def bytes_of(config: Path) -> tuple[float, int]:
     kept = kind.num_moments * (kind.num_bits / 8 + (4 / 128 if kind.num_bits == 8 else 0))  # scales of blocks
     weight, copy = (2, 0) if _NO_MASTER.search(text) else (4, _COPY_BYTES)
     gradient = 0 if _IN_BACKWARD.search(text) else weight  # freed block by block
-    return weight + gradient + kept, copy
+    return weight + gradient + kept, None if _OFFLOADS.search(text) else copy
 
 
 def hub_id(config: Path) -> str:
@@ -140,10 +142,14 @@ def count_text(number: int) -> str:
     return f"{scaled:.{max(0, 2 - int(math.log10(max(scaled, 1)) + 1e-9))}f} {unit}"
 
 
-def needs(number: int, bytes_per_weight: float = _BYTES_PER_WEIGHT, copy_bytes: int = _COPY_BYTES) -> str:
-    """The smallest memory that holds so many weights and their state: `≥ 48 GB`, `≥ 2x80 GB`. The bytes: as
-    `bytes_of` has them.
+def needs(
+    number: int, bytes_per_weight: float = _BYTES_PER_WEIGHT, copy_bytes: int | None = _COPY_BYTES
+) -> str:
+    """The smallest memory that holds so many weights and their state: `≥ 48 GB`, `≥ 2x80 GB`, `host`. The
+    bytes: as `bytes_of` has them.
     """
+    if copy_bytes is None:
+        return "host"
     for size in _GPUS_GB:
         if number * (bytes_per_weight + copy_bytes) <= _USABLE * size * 1e9:
             return f"≥ {size} GB"

@@ -197,7 +197,7 @@ def test_the_configs_for_one_gpu_are_planned_to_leave_a_tenth_of_it_free(name: s
     cfg = load(name, f"precision.kind={kind}")
     model_config, model, _ = planned_model.of_config(cfg, CONFIGS[name], None)
     assert model == f"the preset {name.rpartition('_')[0]}"
-    device = named_device({24: "4090", 48: "l40s", 80: "h100"}[memory_gb])
+    device = named_device({16: "4080", 24: "4090", 48: "l40s", 80: "h100"}[memory_gb])
     assert device.memory_bytes == memory_gb * 10**9
     peak_bytes = dry_run(cfg, model_config, 1, device).peak_bytes
     assert peak_bytes <= 0.9 * device.memory_bytes, f"{peak_bytes:,}"

@@ -287,7 +287,7 @@ ROWS = "rows per step over all ranks"
 WARMUP = "the first step has lr / warmup_steps, and 0 there"
 OTHER_BITS = "moments of 4 bits or float8 there; here codes of 8 bits with a scale for each 128 elements"
 IN_BACKWARD = "a step is one micro-batch on each rank; max_grad_norm clips by the norm of the step before"
-PAGED = "paged to host memory there; here moments stay on the GPU (parallel.cpu_offload moves them)"
+PAGED = "paged to host memory there; here moments stay on the GPU (optimizer.cpu_offload=true moves them)"
 
 
 def set_batches(
