@@ -69,9 +69,9 @@ class Cell(NamedTuple):
         """The cell as the tables have it."""
         if not in_full:
             return in_a_word(self.fits, self.signs)
-        if not self.fits:
-            return f"no: {size_text(self.peak_bytes)}"
         host = f" + {size_text(self.host_bytes)} host" if self.host_bytes else ""
+        if not self.fits:
+            return f"no: {size_text(self.peak_bytes)}{host}"
         return f"{size_text(self.peak_bytes)}{host}: {self.signs or 'as it is'}"
 
 
