@@ -87,14 +87,16 @@ class CheckpointWriter:
         cfg: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
         metrics: Path | None = None,
+        send: Callable[[Path, Iterable[str], SideGroup], None] | None = None,
     ) -> None:
         """optimizer: must list its state (`stored.ListsState`), else ValueError is raised. clock: returns
-        seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`.
+        seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`. send:
+        called on all ranks with each published checkpoint and the names of the files that this rank wrote.
         """
         listing(optimizer)
         self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
-        self._world = world
+        self._world, self._send = world, send
         self._group = SideGroup(world)
         self._held: HeldFolder | None = None
         with self._group.together((*WRITE_ERRORS, UserError), lambda e: f"{why(e)}; mend it and run again"):
@@ -276,6 +278,9 @@ class CheckpointWriter:
         with self._together(job, "was written, but what it replaces could not be removed"):
             if self._world.is_main:
                 remove_old(self._folder, job.step, self._cfg, self._metrics)
+        if self._send is not None:
+            names = [*job.files, *["state.json"] * self._world.is_main]
+            self._send(self._folder / step_folder_name(job.step), names, self._group)
 
     def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
         def line_of(error: Exception) -> str:
