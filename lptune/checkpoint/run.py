@@ -106,7 +106,7 @@ class Run:
         self._counts: dict[str, float] = {}
         self._reference: ReferenceFile | None = None
         address = cfg.checkpoint.copy_to
-        self._copy = RunCopy(address, folder, cfg.checkpoint, world) if address else None
+        self._copy = RunCopy(address, folder, cfg, world) if address else None
 
     @property
     def path(self) -> Path:

@@ -19,13 +19,13 @@ An address has one run, by the id in run.json. A run that does not continue that
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lptune.base.errors import UserError
-from lptune.base.files import TEMPORARY, kind_of, object_of, read_object, write_bytes
+from lptune.base.files import TEMPORARY, kind_of, object_of, read_object
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.base.text import size_text
 from lptune.checkpoint import manifest, sums
@@ -35,7 +35,7 @@ from lptune.checkpoint.resume import find_checkpoint
 from lptune.checkpoint.retention import evaluations, steps_to_keep
 from lptune.checkpoint.run_folder import RunFolder
 from lptune.checkpoint.storage import Storage, StorageError
-from lptune.config import CheckpointConfig
+from lptune.config import RunConfig
 from lptune.distributed import SideGroup, World, side_group
 
 _BESIDE = (
@@ -52,8 +52,10 @@ _OLD_SEAL = f"old-{_SEAL}"
 class RunCopy:
     """The copy of one run, on this rank. All methods are collectives."""
 
-    def __init__(self, address: str, folder: RunFolder, cfg: CheckpointConfig, world: World) -> None:
-        self._folder, self._cfg, self._world = folder, cfg, world
+    def __init__(self, address: str, folder: RunFolder, cfg: RunConfig, world: World) -> None:
+        """folder: the run's, which need not exist. Raises UserError if nothing here can open the address."""
+        self._folder, self._world, self._cfg = folder, world, cfg.checkpoint
+        self._num_averaged = cfg.export.average_checkpoints
         with side_group(world) as group, self._at_start(group):
             self._storage = Storage(address)
 
@@ -80,22 +82,22 @@ class RunCopy:
                 if self._world.is_main:
                     steps = self._steps()
                     self._check_same_run(found, resume, steps)
+            if resume != "auto":
+                return found
             least = found.step if found is not None else -1
-            num_later = group.of_main(sum(step > least for step in steps)) if resume == "auto" else 0
-            for number in range(num_later):
-                step = group.of_main(steps[number] if self._world.is_main else 0)
-                name = step_folder_name(step)
-                with self._world.phase(f"fetching {name} from {self._storage.address}"):
-                    fetched = self._fetch(name, group)
-                if isinstance(fetched, Manifest):
-                    return fetched
-                self._world.print(f"warning: checkpoint passed over: {fetched}")
-        if damaged is not None:
+            later = self._of_main([step for step in steps if step > least], group)
+            for step in later:
+                if fetched := self._fetch(step, group, is_newest=True):
+                    found = fetched
+                    break
+            if found is not None:
+                self._fetch_older(found.step, steps, group)
+        if found is None and damaged is not None:
             raise damaged
-        if num_later and found is None:
+        if found is None and later:
             raise UserError(
-                f"{_KEY}: {self._storage.address}: none of its {num_later} checkpoints is intact; start anew "
-                "with another address and another output_dir"
+                f"{_KEY}: {self._storage.address}: none of its {len(later)} checkpoints is intact; start "
+                "anew with another address and another output_dir"
             )
         return found
 
@@ -109,16 +111,15 @@ class RunCopy:
             with self._at_start(group):
                 if self._world.is_main:
                     self._check_place()
-                    steps = self._steps()
-                    for step in steps:
+                    for step in self._steps():
                         if step > (found.step if found is not None else -1):
-                            place = f"checkpoints/{step_folder_name(step)}"
-                            self._storage.rename(f"{place}/{_SEAL}", f"{place}/{_OLD_SEAL}")
-                            where = f"{self._storage.address}/{place}"
-                            self._world.print(f"set aside: {where}/{_SEAL} -> {_OLD_SEAL}")
-                    is_missing = found is not None and found.step not in steps
+                            self._set_aside(step)
+                    if found is not None:  # of another past, a step has another manifest
+                        there = self._storage.read(f"{_place(found.step)}/{_SEAL}")
+                        is_missing = there != (found.folder / _SEAL).read_bytes()
             if found is not None and group.of_main(is_missing):
-                self.send(found.folder, sorted(found.files)[group.rank :: group.size], group)
+                names = sorted(found.files)[group.rank :: group.size]
+                self._send(found.step, found.folder, names, group)
 
     # ---- during training
 
@@ -126,19 +127,20 @@ class RunCopy:
         """Copies a published checkpoint, and removes older ones at the address by the rules of retention.
         After an error prints a line. names: of the files that this rank copies.
         """
-        place = f"checkpoints/{checkpoint.name}"
-        what = f"{checkpoint.name} is not copied"
+        self._send(step_of(checkpoint), checkpoint, names, group)
+
+    def _send(self, step: int, checkpoint: Path, names: Iterable[str], group: SideGroup) -> None:
+        name, what = step_folder_name(step), "is not copied"
         try:
-            with self._world.phase(
-                f"copied {checkpoint.name} to {self._storage.address}", in_background=True
-            ):
-                self._put(place, checkpoint, names, _SEAL, group)
-                what = f"{checkpoint.name} is copied, but what it replaces could not be removed"
+            with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
+                self._put(_place(step), checkpoint, names, _SEAL, group)
+                what = "is copied, but what it replaces could not be removed"
                 with group.together(_ERRORS, why):
                     if self._world.is_main:
-                        self._remove_old(step_of(checkpoint))
+                        self._remove_old(step)
         except UserError as error:
-            self._world.print(f"warning: {what}: {error}; the next checkpoint is copied again")
+            again = "tried again with the next checkpoint, or when the run starts again"
+            self._world.print(f"warning: {name} {what}: {error}; {again}")
 
     def send_export(self) -> None:
         """Copies the export in place of an earlier one. After an error prints a line."""
@@ -180,13 +182,18 @@ class RunCopy:
         """The steps of the checkpoints that have their seal, newest first."""
         return sorted((step for step, names in self._found().items() if _SEAL in names), reverse=True)
 
+    def _of_main(self, steps: Sequence[int], group: SideGroup) -> list[int]:
+        """The list of the main rank, on all ranks."""
+        number = group.of_main(len(steps))
+        return [group.of_main(steps[i] if self._world.is_main else 0) for i in range(number)]
+
     def _check_same_run(self, found: Manifest | None, resume: str, steps: list[int]) -> None:
         """Raises UserError if the checkpoints at the address are of another run than this one."""
         if not steps:
             return
         is_continued = bool(list_checkpoints(self._folder.checkpoints))
         here = _id_of(read_object(self._folder.path / "run.json", missing={})) if is_continued else None
-        there = _id_of(object_of(self._storage.read("run.json") or b"") or {})
+        there = _id_of(object_of(self._storage.read("run.json") or b""))
         is_new = not is_continued and (found is not None or resume != "auto")
         if is_new or (here and there and here != there):
             todo = "choose another" + ", or continue that one with resume=auto" * (resume == "none")
@@ -203,41 +210,42 @@ class RunCopy:
         if is_here:
             raise UserError(f"{_KEY}: {self._storage.address}: is output_dir itself; choose another address")
 
-    def _fetch(self, name: str, group: SideGroup) -> Manifest | str:
-        """Fetches a checkpoint into output_dir, with the files beside it. Each rank fetches and verifies its
-        share of the files. Returns the checkpoint, or what is wrong with it.
+    def _fetch_older(self, newest: int, steps: Sequence[int], group: SideGroup) -> None:
+        """Fetches what a run on one disk would still have and its export may need: the best checkpoints, and
+        those whose mean is exported. steps: those at the address, on the main rank.
         """
-        place, final = f"checkpoints/{name}", self._folder.checkpoints / name
-        partial = final.with_name(f"{TEMPORARY}{name}")
-        folder = partial / name  # the manifest is compared with the name
+        missing = list[int]()
+        with self._at_start(group):
+            if self._world.is_main:
+                here = {step_of(path) for path in list_checkpoints(self._folder.checkpoints)}
+                losses = self._losses(step for step in {*here, *steps} if step <= newest)
+                needed = replace(self._cfg, keep_last=self._num_averaged, keep_every=0)
+                missing = sorted(steps_to_keep(losses, needed) - here)
+        for step in self._of_main(missing, group):
+            self._fetch(step, group, is_newest=False)
+
+    def _fetch(self, step: int, group: SideGroup, *, is_newest: bool) -> Manifest | None:
+        """Fetches a checkpoint into output_dir, the newest with the files beside it. None: it is damaged, and
+        a line says so.
+        """
+        place, final = _place(step), self._folder.checkpoints / step_folder_name(step)
+        partial = final.with_name(f"{TEMPORARY}{final.name}")
+        folder = partial / final.name  # the manifest is compared with the name
         self._folder.make(self._world.print)
         try:
+            with self._world.phase(f"fetching {final.name} from {self._storage.address}"):
+                fetched = self._receive(place, folder, group)
+            if isinstance(fetched, UserError):
+                fault = str(fetched).replace(str(folder), f"{self._storage.address}/{place}")
+                self._world.print(f"warning: checkpoint passed over: {fault}")
+                return None
             with self._at_start(group):
                 if self._world.is_main:
-                    remove_leftover(partial)
-                    folder.mkdir(parents=True)
-                    self._storage.get(place, folder, [_SEAL])
-            try:
-                with group.together(_ERRORS, why):
-                    files = read_manifest(folder).files
-            except UserError as error:
-                return self._as_there(error, folder, place)
-            with self._at_start(group):
-                needed, free = sum(entry.size for entry in files.values()), free_bytes(folder)
-                if free < needed:
-                    what = f"needs {size_text(needed)}, {size_text(free)} are free"
-                    raise UserError(f"output_dir: {final}: {what}; make room there and run again")
-            with self._at_start(group):
-                largest_first = sorted(files, key=lambda name: -files[name].size)
-                self._storage.get(place, folder, largest_first[group.rank :: group.size])
-            try:
-                fetched = verify(folder, group)
-            except UserError as error:
-                return self._as_there(error, folder, place)
-            with self._at_start(group):
-                if self._world.is_main:
-                    # First: a checkpoint that is there is not fetched again after a kill.
-                    self._fetch_beside()
+                    if is_newest:  # first: after a kill, a checkpoint that is there is not fetched again
+                        self._storage.get("", partial, _BESIDE)
+                        for name in _BESIDE:
+                            with suppress(FileNotFoundError):
+                                (partial / name).replace(self._folder.path / name)
                     if final.exists():
                         self._world.print(f"set aside: {final} -> {set_aside(final).name}")
                     publish_folder(folder, final)
@@ -246,14 +254,32 @@ class RunCopy:
                 shutil.rmtree(partial, ignore_errors=True)
         return replace(fetched, folder=final)
 
-    def _as_there(self, error: UserError, folder: Path, place: str) -> str:
-        """The text of an error of a file that was fetched to `folder`, with its place at the address."""
-        return str(error).replace(str(folder), f"{self._storage.address}/{place}")
-
-    def _fetch_beside(self) -> None:
-        for name in _BESIDE:
-            if (content := self._storage.read(name)) is not None:
-                write_bytes(self._folder.path / name, content)
+    def _receive(self, place: str, folder: Path, group: SideGroup) -> Manifest | UserError:
+        """Fetches a checkpoint to `folder`, each rank its share of the files, and verifies it. Returns what
+        is wrong with it if it is damaged.
+        """
+        with self._at_start(group):
+            if self._world.is_main:
+                remove_leftover(folder.parent)
+                folder.mkdir(parents=True)
+                self._storage.get(place, folder, [_SEAL])
+        try:
+            with group.together(_ERRORS, why):
+                files = read_manifest(folder).files
+        except UserError as error:
+            return error
+        with self._at_start(group):
+            needed, free = sum(entry.size for entry in files.values()), free_bytes(folder)
+            if self._world.is_main and free < needed:
+                what = f"{folder.name} needs {size_text(needed)}, {size_text(free)} are free"
+                raise UserError(f"output_dir: {self._folder.path}: {what}; make room there and run again")
+        with self._at_start(group):
+            largest_first = sorted(files, key=lambda name: -files[name].size)  # as `verify` shares them
+            self._storage.get(place, folder, largest_first[group.rank :: group.size])
+        try:
+            return verify(folder, group)
+        except UserError as error:
+            return error
 
     def _put(self, place: str, folder: Path, names: Iterable[str], seal: str, group: SideGroup) -> None:
         """Copies the files `names` of `folder` on each rank, the files beside it, and the seal."""
@@ -272,17 +298,28 @@ class RunCopy:
     def _remove_old(self, newest: int) -> None:
         """Removes what `retention.remove_old` would, and what broken copies have left."""
         found = self._found()
-        losses = dict.fromkeys(step for step, names in found.items() if _SEAL in names and step <= newest)
-        if self._cfg.keep_best:
-            losses |= {
-                step: loss for step, loss in evaluations(self._folder.metrics).items() if step in losses
-            }
+        losses = self._losses(step for step, names in found.items() if _SEAL in names and step <= newest)
         goes = losses.keys() - steps_to_keep(losses, self._cfg)
         goes |= {step for step, names in found.items() if not names & {_SEAL, _OLD_SEAL}}
         for step in sorted(goes):
-            self._storage.remove(f"checkpoints/{step_folder_name(step)}", _SEAL)
+            self._storage.remove(_place(step), _SEAL)
+
+    def _losses(self, steps: Iterable[int]) -> dict[int, float | None]:
+        """The eval_loss of each step, where it decides what is kept; None: it has none."""
+        known = evaluations(self._folder.metrics) if self._cfg.keep_best else {}
+        return {step: known.get(step) for step in steps}
+
+    def _set_aside(self, step: int) -> None:
+        """Has a checkpoint count as none, and keeps its files until the step is saved again."""
+        self._storage.rename(f"{_place(step)}/{_SEAL}", f"{_place(step)}/{_OLD_SEAL}")
+        self._world.print(f"set aside: {self._storage.address}/{_place(step)}/{_SEAL} -> {_OLD_SEAL}")
 
 
-def _id_of(about: Mapping[str, object]) -> object:
+def _place(step: int) -> str:
+    """Where a checkpoint is, from the address."""
+    return f"checkpoints/{step_folder_name(step)}"
+
+
+def _id_of(about: Mapping[str, object] | None) -> object:
     """The id of a run in the content of its run.json; None if it has none."""
-    return about.get("id")
+    return (about or {}).get("id")

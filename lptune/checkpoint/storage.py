@@ -13,15 +13,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lptune.base.errors import UserError, how_to_install
-from lptune.base.files import TEMPORARY, fsync_path
+from lptune.base.files import MEBI, TEMPORARY, fsync_path
 from lptune.checkpoint.files import why
 from lptune.checkpoint.load import in_threads
 
-_AT_ONCE = 4
-"""Files that a process copies at the same time; fsspec divides a large one by itself."""
+_AT_ONCE = 2
+"""Files that a process copies at the same time. s3fs divides each by itself, and holds half a GB of it."""
+_MAX_BYTES = 1024 * MEBI
+"""Of an object that is read as a whole: the largest is a manifest."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -69,25 +70,24 @@ class Storage:
         """
 
         def get(name: str) -> None:
-            file = folder / name
+            file, object_name = folder / name, f"{place}/{name}".lstrip("/")
             try:
-                with self._named(f"{place}/{name}", missing_too=False), _room_for(file):
-                    self._files.get_file(self._path(f"{place}/{name}"), str(file))
+                with self._named(object_name, missing_too=False), _room_for(file):
+                    self._files.get_file(self._path(object_name), str(file))
                 fsync_path(file)
             except FileNotFoundError:
                 file.unlink(missing_ok=True)
 
         in_threads([partial(get, name) for name in names], _AT_ONCE)
 
-    def open(self, name: str) -> Any:
-        """An object for reading bytes. Raises FileNotFoundError if there is none."""
-        with self._named(name, missing_too=False):
-            return self._files.open(self._path(name), "rb")
-
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if there is none."""
-        with suppress(FileNotFoundError), self._named(name, missing_too=False):
-            return bytes(self._files.cat_file(self._path(name)))
+        """The content of an object, at most 1 GiB of it; None if there is none."""
+        with (
+            suppress(FileNotFoundError),
+            self._named(name, missing_too=False),
+            self._files.open(self._path(name), "rb") as file,
+        ):
+            return bytes(file.read(_MAX_BYTES))
         return None
 
     def write(self, name: str, content: bytes) -> None:

@@ -20,7 +20,7 @@ from lptune.checkpoint import run_copy
 from lptune.checkpoint.run_copy import RunCopy
 from lptune.checkpoint.run_folder import open_run_folder, write_launch
 from lptune.checkpoint.storage import Storage
-from lptune.config import CheckpointConfig, DataConfig, FinetuneConfig, ModelConfig
+from lptune.config import CheckpointConfig, DataConfig, ExportConfig, FinetuneConfig, ModelConfig
 from lptune.distributed import World
 from tests.faults.runs import prepare, run_part, uninterrupted
 from tests.faults.state import FACTS, State, digests, stored_tensors
@@ -60,6 +60,7 @@ def train(
     *,
     resume: str = "auto",
     before_step: Callable[[int], None] = nothing,
+    averaged: int = 1,
     **keys: Any,
 ) -> int:
     """What a run does with its folder, with a state of which every element is known. Returns the step from
@@ -67,13 +68,15 @@ def train(
     """
     cfg = FinetuneConfig(
         model=ModelConfig(path="none"),
-        data=DataConfig(source="builtin"),
+        data=DataConfig(source="builtin", eval_fraction=0.1),
         output_dir=str(folder),
         resume=resume,
+        eval_every_steps=1,
+        checkpoint=CheckpointConfig(copy_to=address, **keys),
+        export=ExportConfig(average_checkpoints=averaged),
     )
-    keep = CheckpointConfig(copy_to=address, **keys)
     with open_run_folder(cfg, world) as run:
-        copy = RunCopy(address, run, keep, world)
+        copy = RunCopy(address, run, cfg, world)
         found = copy.find(resume)
         state = State(world)
         if found is not None:
@@ -89,7 +92,7 @@ def train(
             state.model,
             state.optimizer,
             world,
-            keep,
+            cfg.checkpoint,
             metrics=run.metrics,
             send=copy.send,
         ) as writer:
@@ -133,6 +136,25 @@ def test_the_copy_keeps_what_the_run_keeps_and_goes_on_elsewhere(
     assert metrics(tmp_path / "2") == metrics(place) == [1, 2, 3, 4, 5]
     ids = {json.loads((folder / "run.json").read_text())["id"] for folder in (tmp_path / "1", tmp_path / "2")}
     assert len(ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "fetched"),
+    [({"keep_last": 3}, [4]), ({"keep_best": 1}, [2, 4]), ({"keep_last": 3, "averaged": 2}, [3, 4])],
+)
+def test_what_the_export_will_need_is_fetched_as_well(
+    tmp_path: Path, world: World, keys: dict[str, Any], fetched: list[int]
+) -> None:
+    keys = {"every_steps": 1} | keys
+    address = f"file://{tmp_path}/copy"
+    train(tmp_path / "1", address, world, 4, **keys)
+    for _ in range(2):  # also what a kill kept from being fetched
+        assert train(tmp_path / "2", address, world, 4, **keys) == 4
+        here = list_checkpoints(tmp_path / "2/checkpoints")
+        assert sorted(map(step_of, here)) == fetched
+        for path in here[1:]:
+            State().load(checkpoint.verify(path))
+            shutil.rmtree(path)
 
 
 def test_a_kill_at_any_call_leaves_whole_checkpoints_and_such_that_have_no_seal(
@@ -185,7 +207,8 @@ def test_a_broken_copy_is_one_line_and_the_next_checkpoint_is_copied(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert line == (
         f"warning: step-00000002 is not copied: faulty://{place}/checkpoints/step-00000002/"
-        "optimizer-00000.safetensors: The provided token has expired.; the next checkpoint is copied again"
+        "optimizer-00000.safetensors: The provided token has expired.; tried again with the next checkpoint, "
+        "or when the run starts again"
     )
     assert copied(place) == [1]
     assert train(tmp_path / "run", f"faulty://{place}", world, 3) == 2
@@ -301,7 +324,7 @@ def test_a_full_disk_ends_the_run_before_it_begins_and_leaves_no_part(
 
     if how == "planned":
         monkeypatch.setattr(run_copy, "free_bytes", lambda folder: 10_000)
-        line = r"^output_dir: .*/step-00000002: needs 151.4 kB, 10.0 kB are free; make room there"
+        line = r"^output_dir: .*step-00000002 needs 151.4 kB, 10.0 kB are free; make room there"
     else:
         monkeypatch.setattr(Faulty, "fault", staticmethod(fault))
         file = f"{tmp_path}/other/.*/model-00000.safetensors"
@@ -311,7 +334,9 @@ def test_a_full_disk_ends_the_run_before_it_begins_and_leaves_no_part(
     assert not [*(tmp_path / "other/checkpoints").iterdir()]
 
 
-def test_an_address_has_one_run(tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_has_one_run(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     place, address = tmp_path / "copy", f"file://{tmp_path}/copy"
     train(tmp_path / "run", address, world, 3, keep_last=3)
     train(tmp_path / "other", f"file://{tmp_path}/other-copy", world, 2)
@@ -328,12 +353,20 @@ def test_an_address_has_one_run(tmp_path: Path, world: World, capsys: pytest.Cap
     assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
     # The run itself may go back. What it had done since is no past of what it does now.
     step = "run/checkpoints/step-00000001"
+    monkeypatch.setitem(FACTS, "started_on", "2026-01-02")
     assert train(tmp_path / "run", address, world, 2, resume=str(tmp_path / step), keep_last=3) == 1
     said = capsys.readouterr().out
     for step in ("step-00000002", "step-00000003"):
         assert f"set aside: {address}/checkpoints/{step}/{SEAL} -> old-{SEAL}" in said
     assert copied(place) == [1, 2]
     assert (place / "checkpoints/step-00000003/model-00000.safetensors").exists()
+    # What was set aside on the disk is another past of the same step.
+    state, old = "step-00000002/state.json", tmp_path / "run/checkpoints/old-step-00000002-1"
+    assert "2026-01-02" in (place / "checkpoints" / state).read_text()
+    assert train(tmp_path / "run", address, world, 3, resume=str(old), keep_last=3) == 2
+    assert "2026-01-01" in (place / "checkpoints" / state).read_text()
+    assert copied(place) == [1, 2, 3]
+    State().load(checkpoint.verify(place / "checkpoints/step-00000002"))
 
 
 def _job(rank: int, num_ranks: int, folder: str, address: str, steps: int, failing: str) -> tuple[int, str]:
