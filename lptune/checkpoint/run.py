@@ -129,11 +129,10 @@ class Run:
         """
         base = read_base(self.cfg.model.path, self.world.print, backend=self.cfg.model.backend)
         self._index = base.index
-        folder, resume = self.folder.checkpoints, self.cfg.resume
         if self._copy is not None:
-            found = self._copy.find(resume)
+            found = self._copy.find(self.cfg.resume)
         else:
-            found = find_checkpoint(folder, resume, self.world, self.world.print)
+            found = find_checkpoint(self.folder.checkpoints, self.cfg.resume, self.world, self.world.print)
         if found is not None:
             self._continues, self._saved = found, read_state(found)
             self.step, self._newest = found.step, found.folder

@@ -4,14 +4,13 @@
     ADDRESS/metrics.jsonl, run.json, …  what a run that continues elsewhere reads beside it (_BESIDE)
     ADDRESS/export/                     the export; SHA256SUMS is the seal
 
-Each rank copies the files that it has written itself, in the thread that wrote them. When all ranks have
-done so, rank 0 copies the files beside the checkpoint and writes the seal (storage.py). If storage fails
-meanwhile, a line says so and the run goes on: its checkpoint is on its disk, and the next one is copied
-again. If it fails before the first step, when a wrong address can still be mended, the run ends.
+Each rank copies the files that it has written, in the thread that wrote them. When all have done so, rank 0
+copies the files beside the checkpoint and writes the seal (storage.py). If storage fails meanwhile, a line
+says so, and the run goes on from what is on its disk. If it fails before the first step, when a wrong address
+can still be mended, the run ends.
 
-A run finds its checkpoint on its disk, or at the address if that has a newer one. What comes from there is
-believed no more than what a disk holds: every byte is compared with the manifest, and a damaged checkpoint is
-passed over. Then it is a checkpoint of output_dir like any other, and so are the files beside it.
+A run finds its checkpoint on its disk, or at the address if that has a newer one, which is then fetched into
+output_dir and is like any other: every byte is compared with the manifest.
 
 An address has one run, by the id in run.json. A run that does not continue that one is refused.
 """
@@ -19,7 +18,7 @@ An address has one run, by the id in run.json. A run that does not continue that
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -92,13 +91,11 @@ class RunCopy:
                     break
             if found is not None:
                 self._fetch_older(found.step, steps, group)
+        if found is None and later:
+            none = f"{_KEY}: {self._storage.address}: none of its {len(later)} checkpoints is intact"
+            damaged = damaged or UserError(f"{none}; start anew with another address and output_dir")
         if found is None and damaged is not None:
             raise damaged
-        if found is None and later:
-            raise UserError(
-                f"{_KEY}: {self._storage.address}: none of its {len(later)} checkpoints is intact; start "
-                "anew with another address and another output_dir"
-            )
         return found
 
     def begin(self, found: Manifest | None) -> None:
@@ -119,17 +116,14 @@ class RunCopy:
                         is_missing = there != (found.folder / _SEAL).read_bytes()
             if found is not None and group.of_main(is_missing):
                 names = sorted(found.files)[group.rank :: group.size]
-                self._send(found.step, found.folder, names, group)
+                self.send(found.step, found.folder, names, group)
 
     # ---- during training
 
-    def send(self, checkpoint: Path, names: Iterable[str], group: SideGroup) -> None:
+    def send(self, step: int, checkpoint: Path, names: Iterable[str], group: SideGroup) -> None:
         """Copies a published checkpoint, and removes older ones at the address by the rules of retention.
         After an error prints a line. names: of the files that this rank copies.
         """
-        self._send(step_of(checkpoint), checkpoint, names, group)
-
-    def _send(self, step: int, checkpoint: Path, names: Iterable[str], group: SideGroup) -> None:
         name, what = step_folder_name(step), "is not copied"
         try:
             with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
@@ -173,8 +167,8 @@ class RunCopy:
     def _found(self) -> dict[int, set[str]]:
         """Step -> names of the objects of its checkpoint, with a seal or without."""
         found: dict[int, set[str]] = {}
-        for name in self._storage.names("checkpoints"):
-            if match := re.fullmatch(r"step-([0-9]{8,})/([^/]+)", name):
+        for path in self._storage.paths("checkpoints"):
+            if match := re.search(r"/checkpoints/step-([0-9]{8,})/([^/]+)$", path):
                 found.setdefault(int(match[1]), set()).add(match[2])
         return found
 
@@ -192,14 +186,13 @@ class RunCopy:
         if not steps:
             return
         is_continued = bool(list_checkpoints(self._folder.checkpoints))
-        here = _id_of(read_object(self._folder.path / "run.json", missing={})) if is_continued else None
-        there = _id_of(object_of(self._storage.read("run.json") or b""))
+        here = read_object(self._folder.path / "run.json", missing={}).get("id") if is_continued else None
+        there = (object_of(self._storage.read("run.json") or b"") or {}).get("id")
         is_new = not is_continued and (found is not None or resume != "auto")
         if is_new or (here and there and here != there):
             todo = "choose another" + ", or continue that one with resume=auto" * (resume == "none")
-            raise UserError(
-                f"{_KEY}: {self._storage.address}: has another run, until step {steps[0]}; {todo}"
-            )
+            what = f"has another run, until step {steps[0]}"
+            raise UserError(f"{_KEY}: {self._storage.address}: {what}; {todo}")
 
     def _check_place(self) -> None:
         """Raises UserError if nothing can be written to the address, or what is written is in output_dir."""
@@ -318,8 +311,3 @@ class RunCopy:
 def _place(step: int) -> str:
     """Where a checkpoint is, from the address."""
     return f"checkpoints/{step_folder_name(step)}"
-
-
-def _id_of(about: Mapping[str, object] | None) -> object:
-    """The id of a run in the content of its run.json; None if it has none."""
-    return (about or {}).get("id")

@@ -87,11 +87,12 @@ class CheckpointWriter:
         cfg: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
         metrics: Path | None = None,
-        send: Callable[[Path, Iterable[str], SideGroup], None] | None = None,
+        send: Callable[[int, Path, Iterable[str], SideGroup], None] | None = None,
     ) -> None:
         """optimizer: must list its state (`stored.ListsState`), else ValueError is raised. clock: returns
         seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`. send:
-        called on all ranks with each published checkpoint and the names of the files that this rank wrote.
+        called on all ranks with step and folder of each published checkpoint and the names of this rank's
+        files in it.
         """
         listing(optimizer)
         self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
@@ -280,7 +281,7 @@ class CheckpointWriter:
                 remove_old(self._folder, job.step, self._cfg, self._metrics)
         if self._send is not None:
             names = [*job.files, *["state.json"] * self._world.is_main]
-            self._send(self._folder / step_folder_name(job.step), names, self._group)
+            self._send(job.step, self._folder / step_folder_name(job.step), names, self._group)
 
     def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
         def line_of(error: Exception) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from lptune.base.errors import UserError, how_to_install
+from lptune.base.errors import UserError, command_to_install
 from lptune.base.files import MEBI, TEMPORARY, fsync_path
 from lptune.checkpoint.files import why
 from lptune.checkpoint.load import in_threads
@@ -23,6 +23,8 @@ _AT_ONCE = 2
 """Files that a process copies at the same time. s3fs divides each by itself, and holds half a GB of it."""
 _MAX_BYTES = 1024 * MEBI
 """Of an object that is read as a whole: the largest is a manifest."""
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
+"""What fsspec needs for a protocol."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -34,26 +36,28 @@ class Storage:
     """What is at an address. Names are relative to it, with slashes. Methods raise StorageError."""
 
     def __init__(self, address: str) -> None:
-        """address: `s3://bucket/runs/8b`. fsspec needs a package for it (s3fs, gcsfs, adlfs), or raises."""
+        """address: `s3://bucket/runs/8b`."""
         self.address = address.rstrip("/")
-        try:
-            from fsspec.core import url_to_fs
-            from fsspec.implementations.local import LocalFileSystem
-        except ImportError:
-            raise UserError(f"{address}: fsspec is not installed; {how_to_install('cloud')}") from None
-        # Storage has no folders to make.
-        options = {"auto_mkdir": True} if address.startswith("file:") else {}
+        protocol = address.partition(":")[0]
+        options = {"auto_mkdir": True} if protocol == "file" else {}  # storage has no folders to make
         with self._named(""):
-            self._files, root = url_to_fs(address, **options)
-            self._root = str(root).rstrip("/")
+            try:
+                from fsspec.core import url_to_fs
+                from fsspec.implementations.local import LocalFileSystem
+
+                self._files, root = url_to_fs(address, **options)
+            except ImportError as error:
+                if (package := _PACKAGES.get(protocol)) is None:
+                    raise
+                raise StorageError(f"{address}: needs {package}; {command_to_install([package])}") from error
+        self._root = str(root).rstrip("/")
         self._is_disk = isinstance(self._files, LocalFileSystem)
 
-    def names(self, place: str) -> list[str]:
-        """The names of all objects in `place`, relative to it; none if nothing is there."""
+    def paths(self, place: str) -> list[str]:
+        """The paths of all objects in `place`, with what is before it; none if nothing is there."""
         with self._named(place):
             self._files.invalidate_cache()
-            found = self._files.find(self._path(place))
-        return [str(path).removeprefix(f"{self._path(place)}/") for path in found]
+            return list(self._files.find(self._path(place)))
 
     def put(self, place: str, folder: Path, names: Iterable[str]) -> None:
         """Copies the files `names` of `folder` to `place`."""
@@ -72,7 +76,7 @@ class Storage:
         def get(name: str) -> None:
             file, object_name = folder / name, f"{place}/{name}".lstrip("/")
             try:
-                with self._named(object_name, missing_too=False), _room_for(file):
+                with self._named(object_name, missing_too=False, here=file):
                     self._files.get_file(self._path(object_name), str(file))
                 fsync_path(file)
             except FileNotFoundError:
@@ -117,25 +121,18 @@ class Storage:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _named(self, name: str, *, missing_too: bool = True) -> Iterator[None]:
+    def _named(self, name: str, *, missing_too: bool = True, here: Path | None = None) -> Iterator[None]:
         """Makes a StorageError of any exception: fsspec's file systems have no class of errors in common.
-        missing_too: also of FileNotFoundError.
+        missing_too: also of FileNotFoundError. here: the file to write; where its disk is full, a UserError.
         """
         try:
             yield
         except Exception as error:
             if isinstance(error, UserError) or (isinstance(error, FileNotFoundError) and not missing_too):
                 raise
+            if here and isinstance(error, OSError) and error.errno in _FULL:
+                raise UserError(
+                    f"output_dir: {here}: {error.strerror}; make room there and run again"
+                ) from None
             what = f"{self.address}/{name}".rstrip("/")
-            raise StorageError(f"{what}: {why(error) or type(error).__name__}") from error
-
-
-@contextmanager
-def _room_for(file: Path) -> Iterator[None]:
-    """Names `file` where the disk is full that it is written to, which is not the storage's fault."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise UserError(f"output_dir: {file}: {error.strerror}; make room there and run again") from None
+            raise StorageError(f"{what}: {why(error).rstrip('.') or type(error).__name__}") from error

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,7 +208,7 @@ def test_a_broken_copy_is_one_line_and_the_next_checkpoint_is_copied(
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert line == (
         f"warning: step-00000002 is not copied: faulty://{place}/checkpoints/step-00000002/"
-        "optimizer-00000.safetensors: The provided token has expired.; tried again with the next checkpoint, "
+        "optimizer-00000.safetensors: The provided token has expired; tried again with the next checkpoint, "
         "or when the run starts again"
     )
     assert copied(place) == [1]
@@ -428,9 +429,12 @@ def _values(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if key in kept} for line in lines]
 
 
-def test_a_storage_that_is_not_there_or_needs_a_package_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^nowhere://bucket/run: Protocol not known: nowhere$"):
-        Storage("nowhere://bucket/run")
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    with pytest.raises(UserError, match=r"^abfs://bucket/run: needs adlfs; run: .* install .*adlfs$"):
+        Storage("abfs://bucket/run")
 
 
 @pytest.fixture
@@ -484,7 +488,7 @@ def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
             _accept_keys(server, 0)
 
     assert train(tmp_path / "4", address, world, 7, before_step=expire) == 5
-    unknown = "The AWS Access Key Id you provided does not exist in our records."
+    unknown = "The AWS Access Key Id you provided does not exist in our records"
     lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"warning: step-00000007 is not copied: {address}/checkpoints/step-00000007")
