@@ -278,7 +278,10 @@ class RunCopy:
         """Copies the files `names` of `folder` on each rank, the files beside it, and the seal."""
         with group.together(_ERRORS, why):
             if self._world.is_main:
-                self._storage.remove(place, seal)  # what a broken copy has left
+                for step, found in self._found().items():
+                    if not found & {_SEAL, _OLD_SEAL}:  # left by a broken copy; its room may be needed
+                        self._storage.remove(_place(step))
+                self._storage.remove(place, seal)
         with group.together(_ERRORS, why):
             self._storage.put(place, folder, names)
         with group.together(_ERRORS, why):
@@ -289,12 +292,9 @@ class RunCopy:
                 self._storage.write(f"{place}/{seal}", (folder / seal).read_bytes())
 
     def _remove_old(self, newest: int) -> None:
-        """Removes what `retention.remove_old` would, and what broken copies have left."""
-        found = self._found()
-        losses = self._losses(step for step, names in found.items() if _SEAL in names and step <= newest)
-        goes = losses.keys() - steps_to_keep(losses, self._cfg)
-        goes |= {step for step, names in found.items() if not names & {_SEAL, _OLD_SEAL}}
-        for step in sorted(goes):
+        """Removes what `retention.remove_old` would."""
+        losses = self._losses(step for step in self._steps() if step <= newest)
+        for step in sorted(losses.keys() - steps_to_keep(losses, self._cfg)):
             self._storage.remove(_place(step), _SEAL)
 
     def _losses(self, steps: Iterable[int]) -> dict[int, float | None]:

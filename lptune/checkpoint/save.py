@@ -158,6 +158,7 @@ class CheckpointWriter:
         if wait or not self._cfg.async_save:
             with self._world.phase(f"saving {final.name}"):
                 self._write(job, _on_host)
+            self._send_files(job)
             return final
         on_cuda = self._world.device.type == "cuda"
         # They change within a step, not only at its end. The stream that will change them copies them first.
@@ -233,6 +234,7 @@ class CheckpointWriter:
                 self._copied_on_device.synchronize()
             with self._world.phase(f"saved {step_folder_name(job.step)}", in_background=True):
                 self._write(job, lambda part: self._copies[part.name])
+            self._send_files(job)
         except BaseException as error:
             self._failure = error
 
@@ -279,6 +281,8 @@ class CheckpointWriter:
         with self._together(job, "was written, but what it replaces could not be removed"):
             if self._world.is_main:
                 remove_old(self._folder, job.step, self._cfg, self._metrics)
+
+    def _send_files(self, job: "_Job") -> None:
         if self._send is not None:
             names = [*job.files, *["state.json"] * self._world.is_main]
             self._send(job.step, self._folder / step_folder_name(job.step), names, self._group)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from lptune.base.errors import UserError, command_to_install
 from lptune.base.files import MEBI, TEMPORARY, fsync_path
-from lptune.checkpoint.files import why
 from lptune.checkpoint.load import in_threads
 
 _AT_ONCE = 2
@@ -134,5 +133,7 @@ class Storage:
                 raise UserError(
                     f"output_dir: {here}: {error.strerror}; make room there and run again"
                 ) from None
+            # Without the file's name: a copy to a full disk names the file that was read.
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             what = f"{self.address}/{name}".rstrip("/")
-            raise StorageError(f"{what}: {why(error).rstrip('.') or type(error).__name__}") from error
+            raise StorageError(f"{what}: {reason.rstrip('.')}") from error
