@@ -32,10 +32,9 @@ class StorageError(UserError):
 
 
 class Storage:
-    """What is at an address. Names are relative to it, with slashes. Methods raise StorageError."""
+    """What is at an address (`s3://bucket/runs/8b`). Names are relative to it. Methods raise StorageError."""
 
     def __init__(self, address: str) -> None:
-        """address: `s3://bucket/runs/8b`."""
         self.address = address.rstrip("/")
         protocol = address.partition(":")[0]
         options = {"auto_mkdir": True} if protocol == "file" else {}  # storage has no folders to make
