@@ -47,6 +47,7 @@ from lptune.checkpoint.resume import (
     still_fallen_back,
 )
 from lptune.checkpoint.retention import best_checkpoint, evaluations, patience
+from lptune.checkpoint.run_copy import RunCopy
 from lptune.checkpoint.run_folder import (
     RunFolder,
     keep_checks_until,
@@ -104,6 +105,8 @@ class Run:
         self._fell_back: dict[str, int] = {}
         self._counts: dict[str, float] = {}
         self._reference: ReferenceFile | None = None
+        address = cfg.checkpoint.copy_to
+        self._copy = RunCopy(address, folder, cfg, world) if address else None
 
     @property
     def path(self) -> Path:
@@ -122,11 +125,14 @@ class Run:
     def read_base(self) -> Base:
         """The base checkpoint in model.path: its headers, no weights. Also finds and verifies the checkpoint
         to continue (the key `resume`), and sets `step`, `started_on` and `cuts_text` from it. A collective.
-        Raises UserError as `hf.read_base` and `resume.find_checkpoint` do.
+        Raises UserError as `hf.read_base`, `resume.find_checkpoint` and `RunCopy.find` do.
         """
         base = read_base(self.cfg.model.path, self.world.print, backend=self.cfg.model.backend)
         self._index = base.index
-        found = find_checkpoint(self.folder.checkpoints, self.cfg.resume, self.world, self.world.print)
+        if self._copy is not None:
+            found = self._copy.find(self.cfg.resume)
+        else:
+            found = find_checkpoint(self.folder.checkpoints, self.cfg.resume, self.world, self.world.print)
         if found is not None:
             self._continues, self._saved = found, read_state(found)
             self.step, self._newest = found.step, found.folder
@@ -208,6 +214,8 @@ class Run:
         exports = self.cfg.export.enabled
         if exports and not self.folder.is_exported(step_of(self._to_export()), self.cfg.export):
             return False
+        if self._copy is not None and self._has_metrics:
+            self._copy.begin(self._continues)
         and_exported = " and exported" if exports else ""
         kind = self.cfg.precision.kind
         done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
@@ -268,6 +276,8 @@ class Run:
         """
         plan = plan.with_high(self._fell_back)
         self.folder.create(self._continues, self.world.print)
+        if self._copy is not None:
+            self._copy.begin(self._continues if self._has_metrics else None)
         self._has_metrics = True
         with self.folder.together():
             if self.world.is_main:
@@ -351,6 +361,8 @@ class Run:
         with self.folder.together():
             if self.world.is_main:
                 self.folder.write_exported(step_of(checkpoint), self.cfg.export)
+        if self._copy is not None:
+            self._copy.send_export()
         count = self.cfg.export.average_checkpoints
         averages = "the moving averages in " * bool(self.cfg.optimizer.ema_decay and self.cfg.export.ema)
         what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
@@ -378,8 +390,11 @@ class RunWriter:
         """The run's `close` waits until the last save is published, and so does the error that ends it."""
         self._run, self._state = run, state
         folder, cfg = run.folder.checkpoints, run.cfg.checkpoint
+        send = run._copy.send if run._copy is not None else None
         self._files = run.keep_open(
-            CheckpointWriter(folder, state.model, state.optimizer, run.world, cfg, metrics=run.metrics)
+            CheckpointWriter(
+                folder, state.model, state.optimizer, run.world, cfg, metrics=run.metrics, send=send
+            )
         )
 
     def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:

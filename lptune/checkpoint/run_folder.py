@@ -188,7 +188,18 @@ class RunFolder:
         check_shared("output_dir", self.path, self._world)
         launch.keep_log(self.path / "logs")
 
-    def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
+    def make(self, say: Callable[[str], None]) -> None:
+        """Makes and locks the folder before `create`, for a checkpoint that is fetched into it. Without other
+        checkpoints there, results are renamed. Arguments and errors: as of `create`. A collective.
+        """
+        with self.together():
+            if self._world.is_main:
+                self._take()
+                if not list_checkpoints(self.checkpoints):
+                    self._set_aside_results(say)
+        check_shared("output_dir", self.path, self._world)
+
+    def _take(self) -> None:
         self.check_held()
         if self._held is None:
             self._make()
@@ -201,6 +212,9 @@ class RunFolder:
                     "again to continue it, or choose another folder"
                 ) from None
         self.checkpoints.mkdir(exist_ok=True)
+
+    def _create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
+        self._take()
         # What a kill left half written or half removed; the lock says that nobody is at it.
         for partial in _leftovers(self.checkpoints):
             remove_leftover(partial)

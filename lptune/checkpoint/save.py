@@ -87,14 +87,17 @@ class CheckpointWriter:
         cfg: CheckpointConfig,
         clock: Callable[[], float] = time.monotonic,
         metrics: Path | None = None,
+        send: Callable[[int, Path, Iterable[str], SideGroup], None] | None = None,
     ) -> None:
         """optimizer: must list its state (`stored.ListsState`), else ValueError is raised. clock: returns
-        seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`.
+        seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`. send:
+        called on all ranks with step and folder of each published checkpoint and the names of this rank's
+        files in it.
         """
         listing(optimizer)
         self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
-        self._world = world
+        self._world, self._send = world, send
         self._group = SideGroup(world)
         self._held: HeldFolder | None = None
         with self._group.together((*WRITE_ERRORS, UserError), lambda e: f"{why(e)}; mend it and run again"):
@@ -155,6 +158,7 @@ class CheckpointWriter:
         if wait or not self._cfg.async_save:
             with self._world.phase(f"saving {final.name}"):
                 self._write(job, _on_host)
+            self._send_files(job)
             return final
         on_cuda = self._world.device.type == "cuda"
         # They change within a step, not only at its end. The stream that will change them copies them first.
@@ -230,6 +234,7 @@ class CheckpointWriter:
                 self._copied_on_device.synchronize()
             with self._world.phase(f"saved {step_folder_name(job.step)}", in_background=True):
                 self._write(job, lambda part: self._copies[part.name])
+            self._send_files(job)
         except BaseException as error:
             self._failure = error
 
@@ -276,6 +281,11 @@ class CheckpointWriter:
         with self._together(job, "was written, but what it replaces could not be removed"):
             if self._world.is_main:
                 remove_old(self._folder, job.step, self._cfg, self._metrics)
+
+    def _send_files(self, job: "_Job") -> None:
+        if self._send is not None:
+            names = [*job.files, *["state.json"] * self._world.is_main]
+            self._send(job.step, self._folder / step_folder_name(job.step), names, self._group)
 
     def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
         def line_of(error: Exception) -> str:

@@ -4,6 +4,7 @@ is legal.
 
 import math
 import os
+import re
 import sys
 import unicodedata
 from typing import TYPE_CHECKING
@@ -86,6 +87,12 @@ def check_path(key: str, value: str) -> None:
         raise UserError(
             f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"
         )
+
+
+def check_address(key: str, value: str) -> None:
+    """Raises UserError for a text that names no place in object storage: PROTOCOL://PLACE."""
+    if not re.fullmatch(r"[a-z0-9+]+://[^\s:]*[^\s:/][^\s:]*", value):
+        raise UserError(f"{key}: expected an address like s3://bucket/runs/my-run, found {value!r:.100}")
 
 
 def _absolute(value: str) -> str:

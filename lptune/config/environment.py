@@ -32,6 +32,7 @@ _PLACES = {
     "data.source",
     "data.eval_source",
     "data.cache",
+    "checkpoint.copy_to",
     "resume",
     "output_dir",
 }

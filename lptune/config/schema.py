@@ -16,6 +16,7 @@ from pathlib import Path
 from lptune.base.errors import UserError
 from lptune.config.checks import (
     at_least,
+    check_address,
     check_average,
     check_batches,
     check_path,
@@ -220,8 +221,13 @@ class CheckpointConfig:
     """Also keep the checkpoints of steps that are a multiple of this; 0: none."""
     keep_best: int = 0
     """Also keep this many checkpoints with the lowest eval_loss, of steps that were evaluated."""
+    copy_to: str | None = None
+    """Address to which each checkpoint is also copied, s3://bucket/runs/8b, gs://…, abfs://… or file:///…
+    (extra `cloud`). A run whose output_dir is empty or older continues from there with resume=auto."""
 
     def __post_init__(self) -> None:
+        if self.copy_to is not None:
+            check_address("checkpoint.copy_to", self.copy_to)
         at_least("checkpoint.every_steps", self.every_steps, 0)
         at_least("checkpoint.every_minutes", self.every_minutes, 0)
         at_least("checkpoint.keep_last", self.keep_last, 1)

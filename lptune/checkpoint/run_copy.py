@@ -1,0 +1,313 @@
+"""The copy of a run in object storage, at `checkpoint.copy_to`: for machines that lose their disks.
+
+    ADDRESS/checkpoints/step-00000100/  the files of a checkpoint as in output_dir; manifest.json is the seal
+    ADDRESS/metrics.jsonl, run.json, …  what a run that continues elsewhere reads beside it (_BESIDE)
+    ADDRESS/export/                     the export; SHA256SUMS is the seal
+
+Each rank copies the files that it has written, in the thread that wrote them. When all have done so, rank 0
+copies the files beside the checkpoint and writes the seal (storage.py). If storage fails meanwhile, a line
+says so, and the run goes on from what is on its disk. If it fails before the first step, when a wrong address
+can still be mended, the run ends.
+
+A run finds its checkpoint on its disk, or at the address if that has a newer one, which is then fetched into
+output_dir and is like any other: every byte is compared with the manifest.
+
+An address has one run, by the id in run.json. A run that does not continue that one is refused.
+"""
+
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from lptune.base.errors import UserError
+from lptune.base.files import TEMPORARY, kind_of, object_of, read_object
+from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
+from lptune.base.text import size_text
+from lptune.checkpoint import manifest, sums
+from lptune.checkpoint.files import free_bytes, publish_folder, remove_leftover, set_aside, why
+from lptune.checkpoint.manifest import Manifest, read_manifest, verify
+from lptune.checkpoint.resume import find_checkpoint
+from lptune.checkpoint.retention import evaluations, steps_to_keep
+from lptune.checkpoint.run_folder import RunFolder
+from lptune.checkpoint.storage import Storage, StorageError
+from lptune.config import RunConfig
+from lptune.distributed import SideGroup, World, side_group
+
+_BESIDE = (
+    "config.yaml", "precision_plan.json", "metrics.jsonl", "shadow.jsonl", "run.json", "samples.jsonl",
+    "reference.safetensors",
+)  # fmt: skip
+_ERRORS = (OSError, UserError)
+_KEY = "checkpoint.copy_to"
+_SEAL = manifest.NAME
+_OLD_SEAL = f"old-{_SEAL}"
+"""The name of the seal of a checkpoint that was set aside."""
+
+
+class RunCopy:
+    """The copy of one run, on this rank. All methods are collectives."""
+
+    def __init__(self, address: str, folder: RunFolder, cfg: RunConfig, world: World) -> None:
+        """folder: the run's, which need not exist. Raises UserError if nothing here can open the address."""
+        self._folder, self._world, self._cfg = folder, world, cfg.checkpoint
+        self._num_averaged = cfg.export.average_checkpoints
+        with side_group(world) as group, self._at_start(group):
+            self._storage = Storage(address)
+
+    # ---- before training
+
+    def find(self, resume: str) -> Manifest | None:
+        """`resume.find_checkpoint`, with `auto` also at the address: if the newest intact checkpoint there is
+        of a later step, it is fetched into output_dir. Damaged ones get a line each.
+
+        Raises UserError as `find_checkpoint` does, unless the address has what output_dir has lost; if the
+        address cannot be read or has another run; and if all checkpoints there are damaged and output_dir has
+        none.
+        """
+        found, damaged = None, None
+        try:
+            found = find_checkpoint(self._folder.checkpoints, resume, self._world, self._world.print)
+        except UserError as error:
+            if resume != "auto":
+                raise
+            damaged = error
+        with side_group(self._world) as group:
+            steps = list[int]()
+            with self._at_start(group):
+                if self._world.is_main:
+                    steps = self._steps()
+                    self._check_same_run(found, resume, steps)
+            if resume != "auto":
+                return found
+            least = found.step if found is not None else -1
+            later = self._of_main([step for step in steps if step > least], group)
+            for step in later:
+                if fetched := self._fetch(step, group, is_newest=True):
+                    found = fetched
+                    break
+            if found is not None:
+                self._fetch_older(found.step, steps, group)
+        if found is None and later:
+            none = f"{_KEY}: {self._storage.address}: none of its {len(later)} checkpoints is intact"
+            damaged = damaged or UserError(f"{none}; start anew with another address and output_dir")
+        if found is None and damaged is not None:
+            raise damaged
+        return found
+
+    def begin(self, found: Manifest | None) -> None:
+        """Tries that the address can be written to, and sets checkpoints of later steps than `found` aside
+        there: they are damaged, or of a past from which the user has gone back. Then copies `found` if it is
+        not there. The folder must exist. Raises UserError.
+        """
+        with side_group(self._world) as group:
+            is_missing = False
+            with self._at_start(group):
+                if self._world.is_main:
+                    self._check_place()
+                    for step in self._steps():
+                        if step > (found.step if found is not None else -1):
+                            self._set_aside(step)
+                    if found is not None:  # of another past, a step has another manifest
+                        there = self._storage.read(f"{_place(found.step)}/{_SEAL}")
+                        is_missing = there != (found.folder / _SEAL).read_bytes()
+            if found is not None and group.of_main(is_missing):
+                names = sorted(found.files)[group.rank :: group.size]
+                self.send(found.step, found.folder, names, group)
+
+    # ---- during training
+
+    def send(self, step: int, checkpoint: Path, names: Iterable[str], group: SideGroup) -> None:
+        """Copies a published checkpoint, and removes older ones at the address by the rules of retention.
+        After an error prints a line. names: of the files that this rank copies.
+        """
+        name, what = step_folder_name(step), "is not copied"
+        try:
+            with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
+                self._put(_place(step), checkpoint, names, _SEAL, group)
+                what = "is copied, but what it replaces could not be removed"
+                with group.together(_ERRORS, why):
+                    if self._world.is_main:
+                        self._remove_old(step)
+        except UserError as error:
+            again = "tried again with the next checkpoint, or when the run starts again"
+            self._world.print(f"warning: {name} {what}: {error}; {again}")
+
+    def send_export(self) -> None:
+        """Copies the export in place of an earlier one. After an error prints a line."""
+        export = self._folder.export
+        try:
+            with (
+                self._world.phase(f"copying the export to {self._storage.address}"),
+                side_group(self._world) as group,
+            ):
+                names = sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
+                names.remove(sums.NAME)
+                self._put("export", export, names[group.rank :: group.size], sums.NAME, group)
+        except UserError as error:
+            self._world.print(f"warning: the export is not copied: {error}; {export} has it")
+
+    # ---- how
+
+    @contextmanager
+    def _at_start(self, group: SideGroup) -> Iterator[None]:
+        """A block of work before training, which ends the run if it fails on a rank."""
+
+        def line_of(error: Exception) -> str:
+            if isinstance(error, StorageError):
+                return f"{_KEY}: {error}; mend it, or leave the key out"
+            return str(error) if isinstance(error, UserError) else f"output_dir: {why(error)}"
+
+        with group.together(_ERRORS, line_of):
+            yield
+
+    def _found(self) -> dict[int, set[str]]:
+        """Step -> names of the objects of its checkpoint, with a seal or without."""
+        found: dict[int, set[str]] = {}
+        for path in self._storage.paths("checkpoints"):
+            if match := re.search(r"/checkpoints/step-([0-9]{8,})/([^/]+)$", path):
+                found.setdefault(int(match[1]), set()).add(match[2])
+        return found
+
+    def _steps(self) -> list[int]:
+        """The steps of the checkpoints that have their seal, newest first."""
+        return sorted((step for step, names in self._found().items() if _SEAL in names), reverse=True)
+
+    def _of_main(self, steps: Sequence[int], group: SideGroup) -> list[int]:
+        """The list of the main rank, on all ranks."""
+        number = group.of_main(len(steps))
+        return [group.of_main(steps[i] if self._world.is_main else 0) for i in range(number)]
+
+    def _check_same_run(self, found: Manifest | None, resume: str, steps: list[int]) -> None:
+        """Raises UserError if the checkpoints at the address are of another run than this one."""
+        if not steps:
+            return
+        is_continued = bool(list_checkpoints(self._folder.checkpoints))
+        here = read_object(self._folder.path / "run.json", missing={}).get("id") if is_continued else None
+        there = (object_of(self._storage.read("run.json") or b"") or {}).get("id")
+        is_new = not is_continued and (found is not None or resume != "auto")
+        if is_new or (here and there and here != there):
+            todo = "choose another" + ", or continue that one with resume=auto" * (resume == "none")
+            what = f"has another run, until step {steps[0]}"
+            raise UserError(f"{_KEY}: {self._storage.address}: {what}; {todo}")
+
+    def _check_place(self) -> None:
+        """Raises UserError if nothing can be written to the address, or what is written is in output_dir."""
+        name = f"{TEMPORARY}{secrets.token_hex(8)}"
+        self._storage.write(name, b"")
+        is_here = (self._folder.path / name).exists()
+        self._storage.remove(name)
+        if is_here:
+            raise UserError(f"{_KEY}: {self._storage.address}: is output_dir itself; choose another address")
+
+    def _fetch_older(self, newest: int, steps: Sequence[int], group: SideGroup) -> None:
+        """Fetches what a run on one disk would still have and its export may need: the best checkpoints, and
+        those whose mean is exported. steps: those at the address, on the main rank.
+        """
+        missing = list[int]()
+        with self._at_start(group):
+            if self._world.is_main:
+                here = {step_of(path) for path in list_checkpoints(self._folder.checkpoints)}
+                losses = self._losses(step for step in {*here, *steps} if step <= newest)
+                needed = replace(self._cfg, keep_last=self._num_averaged, keep_every=0)
+                missing = sorted(steps_to_keep(losses, needed) - here)
+        for step in self._of_main(missing, group):
+            self._fetch(step, group, is_newest=False)
+
+    def _fetch(self, step: int, group: SideGroup, *, is_newest: bool) -> Manifest | None:
+        """Fetches a checkpoint into output_dir, the newest with the files beside it. None: it is damaged, and
+        a line says so.
+        """
+        place, final = _place(step), self._folder.checkpoints / step_folder_name(step)
+        partial = final.with_name(f"{TEMPORARY}{final.name}")
+        folder = partial / final.name  # the manifest is compared with the name
+        self._folder.make(self._world.print)
+        try:
+            with self._world.phase(f"fetching {final.name} from {self._storage.address}"):
+                fetched = self._receive(place, folder, group)
+            if isinstance(fetched, UserError):
+                fault = str(fetched).replace(str(folder), f"{self._storage.address}/{place}")
+                self._world.print(f"warning: checkpoint passed over: {fault}")
+                return None
+            with self._at_start(group):
+                if self._world.is_main:
+                    if is_newest:  # first: after a kill, a checkpoint that is there is not fetched again
+                        self._storage.get("", partial, _BESIDE)
+                        for name in _BESIDE:
+                            with suppress(FileNotFoundError):
+                                (partial / name).replace(self._folder.path / name)
+                    if final.exists():
+                        self._world.print(f"set aside: {final} -> {set_aside(final).name}")
+                    publish_folder(folder, final)
+        finally:
+            if self._world.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+        return replace(fetched, folder=final)
+
+    def _receive(self, place: str, folder: Path, group: SideGroup) -> Manifest | UserError:
+        """Fetches a checkpoint to `folder`, each rank its share of the files, and verifies it. Returns what
+        is wrong with it if it is damaged.
+        """
+        with self._at_start(group):
+            if self._world.is_main:
+                remove_leftover(folder.parent)
+                folder.mkdir(parents=True)
+                self._storage.get(place, folder, [_SEAL])
+        try:
+            with group.together(_ERRORS, why):
+                files = read_manifest(folder).files
+        except UserError as error:
+            return error
+        with self._at_start(group):
+            needed, free = sum(entry.size for entry in files.values()), free_bytes(folder)
+            if self._world.is_main and free < needed:
+                what = f"{folder.name} needs {size_text(needed)}, {size_text(free)} are free"
+                raise UserError(f"output_dir: {self._folder.path}: {what}; make room there and run again")
+        with self._at_start(group):
+            largest_first = sorted(files, key=lambda name: -files[name].size)  # as `verify` shares them
+            self._storage.get(place, folder, largest_first[group.rank :: group.size])
+        try:
+            return verify(folder, group)
+        except UserError as error:
+            return error
+
+    def _put(self, place: str, folder: Path, names: Iterable[str], seal: str, group: SideGroup) -> None:
+        """Copies the files `names` of `folder` on each rank, the files beside it, and the seal."""
+        with group.together(_ERRORS, why):
+            if self._world.is_main:
+                for step, found in self._found().items():
+                    if not found & {_SEAL, _OLD_SEAL}:  # left by a broken copy; its room may be needed
+                        self._storage.remove(_place(step))
+                self._storage.remove(place, seal)
+        with group.together(_ERRORS, why):
+            self._storage.put(place, folder, names)
+        with group.together(_ERRORS, why):
+            if self._world.is_main:
+                for name in _BESIDE:
+                    if kind_of(path := self._folder.path / name) == "a file":
+                        self._storage.write(name, path.read_bytes())
+                self._storage.write(f"{place}/{seal}", (folder / seal).read_bytes())
+
+    def _remove_old(self, newest: int) -> None:
+        """Removes what `retention.remove_old` would."""
+        losses = self._losses(step for step in self._steps() if step <= newest)
+        for step in sorted(losses.keys() - steps_to_keep(losses, self._cfg)):
+            self._storage.remove(_place(step), _SEAL)
+
+    def _losses(self, steps: Iterable[int]) -> dict[int, float | None]:
+        """The eval_loss of each step, where it decides what is kept; None: it has none."""
+        known = evaluations(self._folder.metrics) if self._cfg.keep_best else {}
+        return {step: known.get(step) for step in steps}
+
+    def _set_aside(self, step: int) -> None:
+        """Has a checkpoint count as none, and keeps its files until the step is saved again."""
+        self._storage.rename(f"{_place(step)}/{_SEAL}", f"{_place(step)}/{_OLD_SEAL}")
+        self._world.print(f"set aside: {self._storage.address}/{_place(step)}/{_SEAL} -> {_OLD_SEAL}")
+
+
+def _place(step: int) -> str:
+    """Where a checkpoint is, from the address."""
+    return f"checkpoints/{step_folder_name(step)}"
