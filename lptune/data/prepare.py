@@ -352,7 +352,7 @@ def _make(
     of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
     lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
     of_rows = counted(counts, seq_len=cfg.seq_len, **layout.examples())
-    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes()]]
+    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes(fmt.todo_of_unused)]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
 
 
