@@ -4,12 +4,12 @@ So a reader, or a run that resumes after a kill, sees a folder completely or not
 """
 
 import errno
-import glob
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,10 +99,13 @@ class Scratch:
 
     Its name is `.tmp-NAME-` and a random number, so that several processes can write the same `final`; the
     first rename wins. The folder contains a locked file while its process lives. If that file is not locked,
-    a kill left the folder, and the next writer removes it. Folders without that file are never touched.
+    a kill left the folder, and the next writer beside it removes it. One for another `final` must be a day
+    old, too: where locks hold on one machine only, another machine may be writing it. Folders without that
+    file are never touched.
     """
 
     MARK = ".lptune-scratch"
+    _OLD_S = 24 * 3600
 
     def __init__(self, final: Path, number: int | None = None) -> None:
         """number: of a folder that another process has made. None: makes a new folder."""
@@ -131,8 +134,11 @@ class Scratch:
             self._lock.close()
 
     def _remove_leftovers(self, final: Path) -> None:
-        for path in final.parent.glob(f"{TEMPORARY}{glob.escape(final.name)}-*"):
-            if re.fullmatch("[0-9a-f]{12}", path.name[-12:]) and kind_of(path) == "a folder":
-                with suppress(OSError, UserError), Lock(path / self.MARK, os.O_RDWR) as lock:
-                    if not lock.why_not:
-                        shutil.rmtree(path)
+        for path in final.parent.glob(f"{TEMPORARY}*"):
+            found = re.fullmatch(f"{re.escape(TEMPORARY)}(.*)-[0-9a-f]{{12}}", path.name, re.DOTALL)
+            if found is None or kind_of(path) != "a folder":
+                continue
+            with suppress(OSError, UserError), Lock(path / self.MARK, os.O_RDWR) as lock:
+                is_old = time.time() - path.stat().st_mtime > self._OLD_S
+                if (found[1] == final.name or is_old) and not lock.why_not:
+                    shutil.rmtree(path)

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lptune.base import progress
@@ -23,15 +24,16 @@ def around(cfg: object) -> Iterator[None]:
     """After the block, which runs a recipe that trains: prints the summary on rank 0 and writes report.html.
     A run that diverged gets the report alone, one that a signal stopped neither.
     """
+    started = datetime.now(UTC)
     try:
         yield
     except DivergedError:
-        _close(cfg, has_summary=False)
+        _close(cfg, started, has_summary=False)
         raise
-    _close(cfg, has_summary=True)
+    _close(cfg, started, has_summary=True)
 
 
-def _close(cfg: object, *, has_summary: bool) -> None:
+def _close(cfg: object, started: datetime, *, has_summary: bool) -> None:
     """Writes report.html and prints the summary, on rank 0 of a run that made a step. Never raises: the run
     is done and its model exported, so nothing that fails here may make it a failed run.
     """
@@ -43,7 +45,7 @@ def _close(cfg: object, *, has_summary: bool) -> None:
             return
         facts = dict[str, str]()
         if (report := tools.module("report.closing")) is not None:
-            facts = report.close(folder, cfg.precision.kind)
+            facts = report.close(folder, cfg.precision.kind, started)
             if not facts:  # no step was made
                 return
         text = "\n".join(lines(cfg, folder, facts)) if has_summary else ""

@@ -60,19 +60,15 @@ def plan(
 
     Takes what `lptune run` takes: RECIPE, --config, keys, and how many ranks on how many machines. Prints
     whether the run fits the GPU; if it does not, prints which changes would make it fit. --write writes the
-    config with the first of them that fits on as many ranks. `device=cpu` plans for CPUs, any other device
-    for GPUs.
+    config with the first of them that fits on as many ranks. `device=cpu` plans for CPUs, any other device,
+    and --device, for GPUs.
     """
     if device_name is not None:
         named_device(device_name)
     new_config.check(write)
-    cfg, recipe_path, path, _ = loaded = planned_model.load("plan", config_name, arguments)
+    cfg, recipe_path, path, _ = loaded = planned_model.load("plan", config_name, arguments, device_name)
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
-    if device_name is not None and cfg.device == "cpu":
-        raise UserError(
-            f"--device: {device_name} is a GPU, and device=cpu plans for CPUs; leave one of them out"
-        )
     if write is not None and cfg.device == "cpu":
         raise UserError("--write: looks for what fits a GPU, and device=cpu plans for CPUs; leave it out")
     cfg.check_ranks(world_size)

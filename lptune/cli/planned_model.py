@@ -15,6 +15,7 @@ from lptune.base.errors import UserError, closest
 from lptune.base.files import MEBI, read_text
 from lptune.cli import catalog, recipe
 from lptune.config import RunConfig
+from lptune.launch import flags
 
 if TYPE_CHECKING:
     from lptune.models import Facts
@@ -39,33 +40,44 @@ def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[.
     """The options that tell the number of ranks, `world_size`; `default` if none is given. They are
     --world-size, and those of `lptune run`, so that its command line can be tried as it stands.
     """
-    count, usual = click.IntRange(min=1), "" if default is None else f"  [{default}]"
+    usual = "" if default is None else f"  [{default}]"
 
+    @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="As for `lptune run`.")
+    @click.option("--nnodes", metavar="N", help="As for `lptune run`.")
     @click.option(
-        "--nproc-per-node", "--nproc_per_node", type=count, metavar="N", help="As for `lptune run`."
+        "--world-size", type=click.IntRange(min=1), metavar="N", help=f"Ranks on all machines.{usual}"
     )
-    @click.option("--nnodes", type=count, metavar="N", help="As for `lptune run`.")
-    @click.option("--world-size", type=count, metavar="N", help=f"Ranks on all machines.{usual}")
     @functools.wraps(command)
     def of_ranks(
-        *args: Any, world_size: int | None, nnodes: int | None, nproc_per_node: int | None, **kwargs: Any
+        *args: Any, world_size: int | None, nnodes: str | None, nproc_per_node: str | None, **kwargs: Any
     ) -> Any:
         if nnodes or nproc_per_node:
             if world_size:
                 raise UserError("--world-size: is --nnodes times --nproc-per-node; leave it out, or those")
-            world_size = (nnodes or 1) * (nproc_per_node or 1)
+            world_size = _count("--nnodes", nnodes) * _count("--nproc-per-node", nproc_per_node)
         return command(*args, world_size=world_size or default, **kwargs)
 
     return of_ranks
+
+
+def _count(name: str, value: str | None) -> int:
+    """The number that the flag has, 1 without it. UserError for what `lptune run` takes, but only a launch
+    makes a number of: a range of machines, the GPUs of a machine.
+    """
+    command = click.get_current_context().info_name
+    flags.check_count(f"{command}", name, value)
+    if value is not None and not value.isdecimal():
+        raise UserError(f"{command}: {name}: {value} is known where a run starts; give a number here")
+    return int(value or 1)
 
 
 Loaded = tuple[Any, Path, Path, Sequence[str]]
 """The config, the files of its recipe and of the config, and the overrides."""
 
 
-def load(command: str, config_name: str | None, arguments: Sequence[str]) -> Loaded:
+def load(command: str, config_name: str | None, arguments: Sequence[str], device_name: str | None) -> Loaded:
     """What the command line names. The config needs no data, since none are read. command: for messages.
-    Raises UserError.
+    device_name: a GPU, for which `device: cpu` of the file gives way. Raises UserError.
     """
     from lptune.config import key_paths  # slow to import
 
@@ -74,7 +86,15 @@ def load(command: str, config_name: str | None, arguments: Sequence[str]) -> Loa
         raise UserError(f"{command}: --config is required: lptune {command} --config {given}")
     recipe_path, path, overrides = recipe.split(config_name, arguments)
     no_data = ["data.source=builtin"] if "data.source" in key_paths(recipe.config_class(recipe_path)) else []
-    return recipe.load(recipe_path, path, [*no_data, *overrides]), recipe_path, path, overrides
+    cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
+    if device_name is not None and isinstance(cfg, RunConfig) and cfg.device == "cpu":
+        overrides = ["device=auto", *overrides]
+        cfg = recipe.load(recipe_path, path, [*no_data, *overrides])
+        if cfg.device == "cpu":
+            raise UserError(
+                f"--device: {device_name} is a GPU, and device=cpu stands for a CPU; leave one of them out"
+            )
+    return cfg, recipe_path, path, overrides
 
 
 def from_preset(name: str, key: str, backend: str = "auto") -> "Facts":

@@ -173,6 +173,11 @@ class Format:
         return column in self._parts().values() or column in filled or self._part_of(column) is not None
 
     @property
+    def todo_of_unused(self) -> str:
+        """How a column that is not used becomes half of the prompt; empty where the config chose a half."""
+        return "; data.input_column=NAME puts one into the prompt" if "input" in self.absent else ""
+
+    @property
     def message_columns(self) -> tuple[str, ...]:
         """The columns that hold chat messages."""
         columns = (self.messages, self.response, self.rejected) if self.messages else ()

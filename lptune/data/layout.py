@@ -26,6 +26,10 @@ from lptune.data.templates import Rendered
 from lptune.data.tokenizer import Tokenizer
 from lptune.data.turns import SYSTEM, TurnFinder, UnwrittenFinder
 
+MAX_UNKNOWN = 0.01
+"""Largest share of characters, or of tokens, that a tokenizer may not know. What is dropped is never learned,
+and a model of such a text answers without these characters, too."""
+
 
 class Written(NamedTuple):
     """A document as text: a rendered chat with the assistant's spans, or a prompt and a response, or raw
@@ -112,6 +116,7 @@ class Layout:
         return written
 
     def _count_unknown(self, text: str, places: list[int]) -> None:
+        self.counts["num_characters"] += len(text)
         self.counts["num_unknown_characters"] += len(places)
         if len(self.tally.characters) < 8:
             self.tally.characters.update(text[i] for i in places[:100])
@@ -163,14 +168,27 @@ class Layout:
         text, spans = turns.text, turns.spans
         alphabet = self.tokenizer.alphabet
         places = alphabet.unknown(text) if alphabet else []
-        if alphabet and places:
+        if alphabet:
             self._count_unknown(text, places)
-            if alphabet.shifts_offsets:
+            if places and alphabet.shifts_offsets:
                 text, spans = alphabet.without(text, places, spans)
         return Written(text, spans, turns.follow_prompt)
 
-    def check(self, is_training: bool) -> None:
-        """Raises UserError if `data.system_prompt` is never written, or if no training row uses it."""
+    def check(self, is_training: bool, num_tokens: int) -> None:
+        """Raises UserError if the tokenizer does not know more than MAX_UNKNOWN of the text, and if
+        `data.system_prompt` is never written, or no training row uses it. num_tokens: of all documents.
+        """
+        counts = self.counts
+        dropped = counts["num_unknown_characters"] / max(1, counts["num_characters"])
+        unknown = counts["num_unknown_tokens"] / max(1, num_tokens)
+        if max(dropped, unknown) > MAX_UNKNOWN:
+            lost = f"drops {dropped:.1%} of the characters ({self.examples()['examples']} …)"
+            if dropped <= MAX_UNKNOWN:
+                lost = f"does not know {unknown:.1%} of the tokens"
+            raise UserError(
+                f"{self.source}: the tokenizer in {self.tokenizer.folder} {lost}; take a model whose "
+                "tokenizer knows them, or correct the rows"
+            )
         num_prompts = self.counts["num_system_prompts"]
         if is_training and self.system_prompt is not None and not num_prompts:
             raise UserError(
@@ -185,7 +203,9 @@ class Layout:
 
     def examples(self) -> dict[str, str]:
         """What the notes of the report name: characters that are not known, and what is not written."""
-        shown = [each if each.isprintable() else ascii(each) for each in self.tally.characters]
+        shown = [
+            each if each.isprintable() and each != " " else ascii(each) for each in self.tally.characters
+        ]
         unwritten = sorted(self.tally.unwritten.items())
         left_out = ", ".join(f"{count:,} {kind}" for kind, count in unwritten)
         return {"examples": " ".join(shown[:8]), "unwritten": left_out}

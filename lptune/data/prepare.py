@@ -317,11 +317,12 @@ def _make(
     fmt = _DETECT[reading](cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)  # it writes nothing: it adds up what the chunks count
     unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text, layout.tally)
-    counts, num_documents, largest_token = layout.counts, 0, 0
+    counts, num_documents, num_tokens, largest_token = layout.counts, 0, 0, 0
     parts = made(chunks(itertools.chain(first, rows), bad), Work(cfg, tokenizer, fmt))
     with counting(f"tokenizing {source}", "documents") as advance, closing(parts):
         for part in parts:
             num_documents += part.documents.num_documents
+            num_tokens += len(part.documents.tokens_T)
             assert isinstance(part.documents.tokens_T, np.ndarray)
             largest_token = max(largest_token, int(part.documents.tokens_T.max(initial=0)))
             layout.tally.add(part.tally)
@@ -348,11 +349,11 @@ def _make(
             f"data.seq_len={cfg.seq_len} tokens; raise "
             f"data.seq_len, or check the response column and the chat template"
         )
-    layout.check(is_training)
+    layout.check(is_training, num_tokens)
     of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
     lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
     of_rows = counted(counts, seq_len=cfg.seq_len, **layout.examples())
-    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes()]]
+    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes(fmt.todo_of_unused)]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
 
 

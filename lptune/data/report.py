@@ -191,11 +191,11 @@ class Unused:
         names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template gets all of them
         return any(re.search(rf"[.'\"]{re.escape(name)}\b", self._template) for name in names)
 
-    def notes(self) -> list[str]:
-        """Lines for the report on unused columns and keys."""
+    def notes(self, todo: str = "") -> list[str]:
+        """Lines for the report on unused columns and keys. todo: what to do about a column."""
         notes, tally = [], self._tally
         if tally.columns:
-            notes.append(f"columns that are not used, with their rows: {_counted(tally.columns)}")
+            notes.append(f"columns that are not used, with their rows: {_counted(tally.columns)}{todo}")
         if tally.keys:
             notes.append(f"message keys that are not used, with their messages: {_counted(tally.keys)}")
         if tally.counts["num_asking"]:

@@ -4,6 +4,7 @@ Two results can be compared if they differ only in what is compared, for example
 names the weights by their digest, every key of the config, and the versions.
 """
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -40,9 +41,15 @@ def check_evaluation(cfg: EvaluateConfig) -> None:
     for key, name in outputs.items():
         path = Path(name).expanduser()
         if os.path.lexists(path):
-            raise UserError(f"{key}: {path} exists; remove it, or choose another name")
+            raise UserError(f"{key}: {path} exists; add {key}={_free(path)}, or remove it")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise UserError(f"{key}: {path.parent} is not a folder that can be written; make it first")
+
+
+def _free(path: Path) -> Path:
+    """The first free name of `evaluation-2.json`, `evaluation-3.json`, …"""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def loss_result(sums: dict[str, tuple[float, int]]) -> dict[str, Any]:

@@ -372,6 +372,16 @@ def test_two_exports_and_folders_that_look_like_theirs_are_kept_apart(
     assert {path.name for path in tmp_path.iterdir()} == {
         "dest", ".tmp-dest", ".tmp-dest-0123456789ab", live.path.name,
     }  # fmt: skip
+    # One for another name is a leftover once it is a day old.
+    others = [Scratch(tmp_path / "other") for _ in range(3)]
+    for each in others[1:]:
+        os.utime(each.path, (0, 0))
+    for each in others[:2]:
+        assert each._lock is not None
+        each._lock.close()
+    assert [each.path.exists() for each in others] == [True] * 3
+    Scratch(dest).remove()
+    assert [each.path.exists() for each in others] == [True, False, True]
     live.remove()
     with pytest.raises(UserError, match="dest: something else was written there meanwhile"):
         checkpoint.export_hf(trained, source, dest, ExportConfig(), replace=False)

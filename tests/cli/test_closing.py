@@ -74,6 +74,19 @@ def test_a_run_is_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+def test_the_time_of_a_continued_run_is_that_of_all_launches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for time, of in (
+        ("2026-01-01T00:00:00.000+00:00", " of all launches"),
+        ("9999-01-01T00:00:00+00:00", ""),
+        ("?", ""),
+    ):
+        _write(tmp_path, [_step(1, time=time), _step(2)])
+        _show(_cfg(tmp_path))
+        assert f"done       2 steps in 34.0 s{of} (30.0 s of it compiling)" in capsys.readouterr().out
+
+
 def test_the_command_to_evaluate_measures_the_rows_that_the_run_held_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

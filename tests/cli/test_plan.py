@@ -185,6 +185,18 @@ def test_with_nothing_that_fits_nothing_is_written(command: Command, monkeypatch
     assert not Path("my.yaml").exists()
 
 
+def test_a_gpu_that_is_named_is_planned_for_whatever_the_file_trains_on(command: Command) -> None:
+    Path("cpu.yaml").write_text(
+        catalog.find_config("llama3_2/1b").read_text() + "\ndevice: cpu\n", encoding="utf-8"
+    )
+    words = ["--config", "cpu.yaml", *TINY[2:], "--device", "h100", "--write", "my.yaml"]
+    code, out, err = command("plan", *words)
+    assert (code, err) == (0, "")
+    assert re.search(r"^1 x H100", out, re.MULTILINE)
+    assert "device: cpu" not in Path("my.yaml").read_text()
+    assert command("plan", *words[:-2], "device=cpu")[0] == 2
+
+
 def test_write_plans_for_gpus(command: Command) -> None:
     code, _, err = command("plan", *TINY, "device=cpu", "--write", "my.yaml")
     assert (code, Path("my.yaml").exists()) == (2, False)

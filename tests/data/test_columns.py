@@ -190,9 +190,11 @@ def test_unused_columns_and_message_keys_are_named_over_all_rows(run: Callable) 
         "note: message keys that are not used, with their messages: mood (2)",
         "note: 2 messages of system, user or tool say that they are learned; only the assistant's are",
     ]
-    assert notes(run(*[PAIR | {"category": "x"}] * 3)) == [
-        "note: columns that are not used, with their rows: category (3)"
-    ]
+    rows = [PAIR | {"category": "x"}] * 3
+    note = "note: columns that are not used, with their rows: category (3)"
+    assert notes(run(*rows)) == [f"{note}; data.input_column=NAME puts one into the prompt"]
+    assert notes(run(*rows, input_column="none")) == [note]
+    assert notes(run(*[row | {"input": "i"} for row in rows])) == [note]
     assert not notes(run(PAIR))
     parts = {"content": [{"type": "text", "text": "q", "cache_control": {}}]}
     assert "content[].cache_control (1)" in notes(run({"messages": [SAY[0] | parts, SAY[1]]}))[0]

@@ -3,18 +3,21 @@
 import json
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
-from lptune.data import Prepared, Tokenizer, load_tokenizer, prepare, tokenization
+from lptune.data import Prepared, Tokenizer, layout, load_tokenizer, prepare, tokenization
 from lptune.data.order import split_by_prompt
 from lptune.data.sources import Row
 from tests.helpers.chat_templates import (
@@ -64,7 +67,10 @@ def test_a_pair_without_a_template_is_prompt_newline_response_eos(jsonl: Write, 
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral_chatml", "titan_2k", "qwen2"])
-def test_bos_stands_where_the_tokenizer_puts_it(asset_tokenizer: Load, jsonl: Write, name: str) -> None:
+def test_bos_stands_where_the_tokenizer_puts_it(
+    asset_tokenizer: Load, jsonl: Write, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "MAX_UNKNOWN", 1.0)  # titan_2k knows neither space nor line break
     tokenizer = asset_tokenizer(f"tokenizers/{name}").with_chat_template("none")
     prepared = run(jsonl(*PAIRS), tokenizer, vocab_size=tokenizer.vocab_size)
     for i, row in enumerate(PAIRS):
@@ -78,6 +84,27 @@ def test_bos_stands_where_the_tokenizer_puts_it(asset_tokenizer: Load, jsonl: Wr
         assert (
             tokenizer.decode([*prompt, *answer]).replace("\n ", "\n") == f"{row['question']}\n{row['answer']}"
         )
+
+
+def test_a_tokenizer_that_does_not_know_the_text_is_an_error(
+    asset_tokenizer: Load, jsonl: Write, tmp_path: Path
+) -> None:
+    stories = asset_tokenizer("models/story_llama")
+    for template, row in (("none", {"text": "{}a" * 50}), ("chatml", {"prompt": "é{" * 9, "response": "no"})):
+        source, tokenizer = jsonl(row), stories.with_chat_template(template)
+        with pytest.raises(
+            UserError, match=r"models/story_llama drops [1-9]\d\.\d% of the characters \(.*{.* …\)"
+        ):
+            run(source, tokenizer, vocab_size=tokenizer.vocab_size)
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    names = {"unk_token": "<unk>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    for num_unknown, is_error in ((1, False), (2, True)):  # of 150 tokens
+        source = jsonl({"text": "a " * (149 - num_unknown) + "b " * num_unknown})
+        with pytest.raises(UserError, match="does not know 1") if is_error else nullcontext():
+            run(source, load_tokenizer(tmp_path), vocab_size=3, seq_len=200)
 
 
 def test_with_a_template_a_pair_is_a_chat(jsonl: Write, tokenizer_folder: Make) -> None:
@@ -388,8 +415,10 @@ REAL = [
 
 @pytest.mark.parametrize(("file", "folder", "template"), REAL)
 def test_real_files_become_rows_with_every_real_tokenizer(
-    assets: Path, asset_tokenizer: Load, file: str, folder: str, template: str | None
-) -> None:
+    assets: Path, asset_tokenizer: Load, file: str, folder: str, template: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(layout, "MAX_UNKNOWN", 1.0)  # titan_2k knows neither space nor line break
     tokenizer = asset_tokenizer(folder)
     if template is not None:
         tokenizer = tokenizer.with_chat_template(template)

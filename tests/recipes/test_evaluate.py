@@ -241,7 +241,10 @@ def test_a_wrong_config_is_refused(keys: list[str], message: str) -> None:
         (["prompts.source=qa.jsonl", "answers.extract=gsm8k"], "line 1: the reference answer has no number"),
         (["prompts.source=qa.jsonl", "answers.reference_column=anser"], "(did you mean 'answer'?)"),
         (["prompts.source=no.jsonl"], "no column is the reference answer"),
-        (["data.source=qa.jsonl", "output=qa.jsonl"], "output: qa.jsonl exists"),
+        (
+            ["data.source=qa.jsonl", "output=qa.jsonl"],
+            "output: qa.jsonl exists; add output=qa-2.jsonl, or remove it",
+        ),
         ([], "nothing to evaluate; set data.source"),
         (["data.source=qa.jsonl", "answers.output=a"], "answers.output: needs prompts.source"),
         (["harness.tasks=[no_task]"], "harness.tasks: lm_eval "),  # not installed, or has no such task

@@ -74,14 +74,12 @@ def advise(
     """
     kinds = tuple(dict.fromkeys(kinds))
     named = named_device(device_name) if device_name is not None else None
-    cfg, recipe_path, path, overrides = loaded = planned_model.load("advise", config_name, arguments)
+    cfg, recipe_path, path, overrides = loaded = planned_model.load(
+        "advise", config_name, arguments, device_name
+    )
     assert config_name is not None  # `load` refuses that
     if not isinstance(cfg, RunConfig):
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
-    if named is not None and cfg.device == "cpu":
-        raise UserError(
-            f"--device: {device_name} is a GPU, and device=cpu stands for a CPU; leave one of them out"
-        )
     cfg.check_ranks(world_size)
     num_data_ranks = world_size // cfg.parallel.tensor
     new_config.check(write)

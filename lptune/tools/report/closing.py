@@ -4,6 +4,8 @@ Both are made from the files of the run alone, so a run that was continued is su
 copied recipe has them, too.
 """
 
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from lptune.base import progress
@@ -13,9 +15,10 @@ from lptune.tools.report.run import Run, read_run
 from lptune.tools.report.summary import Summary, summary
 
 
-def close(folder: Path, kind: str) -> dict[str, str]:
+def close(folder: Path, kind: str, started: datetime) -> dict[str, str]:
     """Writes report.html into the folder of a run that has ended. Returns what came of the run, a text for
-    each subject; empty, and nothing written, if the run made no step. kind: its `precision.kind`.
+    each subject; empty, and nothing written, if the run made no step. kind: its `precision.kind`. started:
+    when its last launch was.
     """
     run = read_run(folder, is_over=True)
     if not len(run.rows["loss"].steps_N):
@@ -24,7 +27,7 @@ def close(folder: Path, kind: str) -> dict[str, str]:
     found = summary(run)
     memory = f"{found.peak_memory_gib:.2f} GiB at most on rank 0" if found.peak_memory_gib else ""
     return {
-        "done": _done(found),
+        "done": _done(found, was_continued=_is_before(run.rows.first_time, started)),
         "held-out": _held_out(run, found),
         "precision": _share(kind, found),
         "shadow": _shadow(run),
@@ -32,11 +35,18 @@ def close(folder: Path, kind: str) -> dict[str, str]:
     }
 
 
-def _done(found: Summary) -> str:
+def _is_before(time: str, started: datetime) -> bool:
+    """Whether the `time` of a row is before `started`; False without one."""
+    with suppress(ValueError, TypeError):  # a row may be anybody's
+        return datetime.fromisoformat(time) < started
+    return False
+
+
+def _done(found: Summary, *, was_continued: bool) -> str:
     compile_s = found.compile_time_s or 0.0
     text = f"{found.last_step:,} step{'s' * (found.last_step > 1)}"
     if found.train_time_s is not None:
-        text += f" in {duration_text(found.train_time_s + compile_s)}"
+        text += f" in {duration_text(found.train_time_s + compile_s)}{' of all launches' * was_continued}"
     if compile_s >= progress.WORTH_A_LINE_S:
         text += f" ({duration_text(compile_s)} of it compiling)"
     return text + (f", {found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else "")

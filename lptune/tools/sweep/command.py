@@ -192,9 +192,11 @@ def _run_all(
 
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
-    if others := record.compared - {each.name for each in planned}:
+    names = {each.name for each in planned}
+    if others := (record.compared | record.drawn) - names:
+        what = f"{'the table and ' * (not names >= record.compared)}report.html"
         click.echo(
-            f"note: {folder}: this sweep replaces the table and report.html of another, which has "
+            f"note: {folder}: this sweep replaces {what} of another, which has "
             f"{len(others)} run(s) that are not in this one; another --output-dir keeps both, `lptune report "
             f"{shlex.quote(str(folder))}` shows all runs",
             err=True,
@@ -237,8 +239,9 @@ def _run_all(
     click.echo(f"\n{table(runs)}")
     if lines := record.compare(runs):
         click.echo("\n" + "\n".join(lines))
+    if drawn := _report(context, folder, runs):
+        record.drew(drawn)
     lock.close()
-    _report(context, folder, runs)
     failed = [code for code in codes.values() if code not in (0, 3, _STOPPED)]
     if runner.stopped.is_set() or _STOPPED in codes.values():
         click.echo("sweep: stopped; the same command goes on with it", err=True)
@@ -261,8 +264,8 @@ def _locked(folder: Path) -> Lock:
         raise UserError(f"{folder}: cannot be made or locked: {error.strerror}") from None
 
 
-def _report(context: click.Context, folder: Path, runs: "Sequence[Outcome]") -> None:
-    """The report of the runs that have metrics, by `lptune report`."""
+def _report(context: click.Context, folder: Path, runs: "Sequence[Outcome]") -> list[str]:
+    """Writes the report of the runs that have metrics, by `lptune report`; returns their names."""
     group = context.find_root().command
     command = group.get_command(context, "report") if isinstance(group, click.Group) else None
     ready = [
@@ -271,13 +274,15 @@ def _report(context: click.Context, folder: Path, runs: "Sequence[Outcome]") -> 
         if each.exit_code is not None and each.is_own and (each.folder / "metrics.jsonl").is_file()
     ][:_REPORT_RUNS]
     if command is None or not ready:
-        return
+        return []
     try:
         reference = next((each.folder for each in ready if each.row == runs[0].row), None)
         folders = tuple(each.folder for each in ready)
         context.invoke(command, runs=folders, reference=reference, output=folder / "report.html")
     except UserError as error:
         click.echo(f"note: no report: {error}", err=True)
+        return []
+    return [each.name for each in ready]
 
 
 # ---- Slurm

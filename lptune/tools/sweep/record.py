@@ -76,6 +76,8 @@ class Record:
         self._rows: list[object] = []
         self.compared = set[str]()
         """The names of the runs of the table that is there."""
+        self.drawn = set[str]()
+        """Those of the runs in report.html."""
         if not kind_of(self.path):
             return
         content = read_object(self.path, todo="move it away")
@@ -83,6 +85,7 @@ class Record:
             self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
             self._rows = [*content.get("rows", ())]
             self.compared = {name for row in content.get("rows", ()) for name in row.get("runs", ())}
+            self.drawn = {*map(str, content.get("drawn", ()))}
         except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
         if (held := content.get("recipe", recipe)) != recipe:
@@ -105,9 +108,14 @@ class Record:
         self.ended[name] = ended
         self._write()
 
+    def drew(self, names: Sequence[str]) -> None:
+        """Notes the runs in the report.html that was written."""
+        self.drawn = {*names}
+        self._write()
+
     def _write(self) -> None:
         runs = {each: asdict(how) for each, how in self.ended.items()}
-        content = {"recipe": self._recipe, "runs": runs, "rows": self._rows}
+        content = {"recipe": self._recipe, "runs": runs, "rows": self._rows, "drawn": sorted(self.drawn)}
         with write_errors(f"{self.path}:", "the same command goes on with the sweep"):
             write_text(self.path, json.dumps(content, indent=1) + "\n")
 

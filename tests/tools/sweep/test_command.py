@@ -240,6 +240,13 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
     again = lptune("sweep", *toy, "seed=1,2,3,4,6")
     assert again.returncode == 2
     assert (tmp_path / "ran").read_text().split() == ["1", "2", "3", "4", "6", "2", "4"]
+    # A sweep of fewer runs replaces the report, and says so once.
+    code, _, stderr = command("sweep", *toy, "seed=1,6")
+    assert (code, stderr.count("\n")) == (0, 1)
+    assert stderr.startswith(
+        "note: sweeps/toy: this sweep replaces report.html of another, which has 3 run(s)"
+    )
+    assert command("sweep", *toy, "seed=1,6")[2] == ""
     # Runs of another recipe would be called finished: neither a run nor its config knows the recipe.
     (tmp_path / "other.py").write_text(RECIPE)
     refused = command("sweep", *toy[:-1], "other.py", "seed=1,6")[2]
