@@ -370,6 +370,35 @@ def test_an_address_has_one_run(
     State().load(checkpoint.verify(place / "checkpoints/step-00000002"))
 
 
+def test_an_export_is_replaced_and_has_its_digests_when_it_is_whole(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fault(call: str, path: str) -> None:
+        if call == "put" and path.endswith("model-00002-of-00002.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = tmp_path / "copy/export"
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="none"), data=DataConfig(source="builtin"), output_dir=str(tmp_path / "run")
+    )
+    with open_run_folder(cfg, world) as run:
+        copy = RunCopy(f"faulty://{tmp_path}/copy", run, cfg, world)
+        for weights in (["model.safetensors"], [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]):
+            names = {"SHA256SUMS", "additional_chat_templates/tool.jinja", *weights}
+            shutil.rmtree(run.export, ignore_errors=True)
+            (run.export / "additional_chat_templates").mkdir(parents=True)
+            for name in names:
+                (run.export / name).write_text(name)
+            if len(weights) == 2:
+                monkeypatch.setattr(Faulty, "fault", staticmethod(fault))
+                copy.send_export()
+                assert "warning: the export is not copied: faulty:///" in capsys.readouterr().out
+                assert not (place / "SHA256SUMS").exists()
+                monkeypatch.setattr(Faulty, "fault", staticmethod(faulty_storage.none))
+            copy.send_export()
+            assert {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} == names
+
+
 def _job(rank: int, num_ranks: int, folder: str, address: str, steps: int, failing: str) -> tuple[int, str]:
     def fault(call: str, path: str) -> None:
         if call == "put" and rank == 1 and failing and failing in path:
@@ -408,13 +437,20 @@ def test_a_run_that_is_killed_while_it_copies_goes_on_in_an_empty_folder_bitwise
     expected = uninterrupted(inputs, "whole", 1)
     place, folder = tmp_path / "copy", tmp_path / "run"
     overrides = [f"output_dir={folder}", f"checkpoint.copy_to=faulty://{place}"]
-    kills = {"SIGKILL:put:step-00000006/optimizer": [3], "SIGKILL:mv:step-00000009/manifest": [3, 6]}
+    kills = {
+        "SIGKILL:put:step-00000006/optimizer": [3],
+        "SIGKILL:mv:step-00000009/manifest": [3, 6],
+        # While it is fetched: a file of the checkpoint, one beside it.
+        "SIGKILL:get:step-00000006/optimizer": [3, 6],
+        "SIGKILL:get:copy/run.json": [3, 6],
+    }
     for plan, steps in kills.items():
         arguments = [str(inputs.recipe), "--config", str(inputs.config), *overrides]
         done = _launch(arguments, 1, tmp_path, {faulty_storage.PLAN: plan})
         assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
         assert copied(place) == steps
-        shutil.rmtree(folder)
+        if "get" not in plan:
+            shutil.rmtree(folder)
     assert run_part(inputs, folder, 1, *overrides) is None
     assert copied(place) == [3, 6, 9, 12]
     last = "checkpoints/step-00000012"
