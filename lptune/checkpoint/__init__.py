@@ -17,7 +17,7 @@ from lptune.checkpoint.resume import (
 )
 from lptune.checkpoint.run import Run, RunWriter, open_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
-from lptune.checkpoint.save import CheckpointWriter
+from lptune.checkpoint.save import CheckpointWriter, wait_for_copy
 from lptune.checkpoint.state import About, RunState, read_state
 from lptune.checkpoint.trained import Trained, read_trained
 from lptune.models import read_index
@@ -56,5 +56,6 @@ __all__ = [
     "read_state",
     "read_trained",
     "verify",
+    "wait_for_copy",
     "weights_digest",
 ]

@@ -25,6 +25,7 @@ import math
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -70,6 +71,17 @@ _PARTS = 8
 _SMALLEST_PART, _LARGEST_PART = 64 << 20, 1 << 30
 
 
+_writers = weakref.WeakKeyDictionary[torch.optim.Optimizer, "weakref.ref[CheckpointWriter]"]()
+
+
+def wait_for_copy(optimizer: torch.optim.Optimizer) -> None:
+    """Waits, or makes the device wait, until a save in the background has copied what `optimizer` updates.
+    Comes before a change of it that is not optimizer.step(), which waits by itself.
+    """
+    if (found := _writers.get(optimizer)) is not None and (writer := found()) is not None:
+        writer._wait_for_copy()
+
+
 class CheckpointWriter:
     """Publishes checkpoints of `model` and `optimizer` as `folder/step-N`, and removes old ones.
 
@@ -112,6 +124,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._wait_for_copy())
+        _writers[optimizer] = weakref.ref(self)
 
     def __enter__(self) -> Self:
         return self

@@ -97,7 +97,10 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
     ) -> dict[str, Tensor]:
         """As of AdamW, in host memory where moments are."""
         new = super().new_state(stored, parameter, make)
-        return new if self.from_host is None else {key: in_host_memory(each) for key, each in new.items()}
+        if self.from_host is None:
+            return new
+        pinned = self.from_host.device.type == "cuda"
+        return {key: in_host_memory(each, pinned=pinned) for key, each in new.items()}
 
     def _counted(self, parameter: nn.Parameter, num_updates: int) -> dict[str, Tensor]:
         counted = super()._counted(parameter, num_updates)

@@ -46,10 +46,9 @@ def kept_on_host(parameter: nn.Parameter, cfg: OptimizerConfig) -> FromHost | No
     return FromHost(device, weights=False) if cfg.cpu_offload else None
 
 
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where there is a GPU; sharded as `tensor` is."""
+def in_host_memory(tensor: Tensor, *, pinned: bool) -> Tensor:
+    """A copy in host memory, sharded as `tensor` is. pinned: for a GPU."""
     local = on_this_rank(tensor)
-    pinned = torch.cuda.is_available() and not torch._guards.detect_fake_mode()
     copy = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned).copy_(local)
     if isinstance(tensor, DTensor):
         return placed_as(tensor, copy, tensor.shape)

@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lptune.base.errors import UserError
+from lptune.checkpoint import wait_for_copy
 from lptune.config import RunConfig
 from lptune.distributed import World, on_this_rank
 from lptune.linear import LowPrecision, fsdp_groups
@@ -132,11 +133,12 @@ class UpdateInBackward(Update):
 
     @torch.no_grad()
     def before_backward(self, loss: Tensor) -> None:
-        """Decides on the device whether the loss is finite on all ranks. A collective. Raises RuntimeError
-        for a second loss in a step.
+        """Decides on the device whether the loss is finite on all ranks, and waits for a save in the
+        background. A collective. Raises RuntimeError for a second loss in a step.
         """
         if self._bad_loss is not None:
             raise RuntimeError("optimizer.in_backward allows one loss and one backward() in a step")
+        wait_for_copy(self._optimizer)
         self._bad_loss = (~loss.detach().isfinite().all()).to(torch.float32)
         self._world.max_(self._bad_loss)
         self._factor = None

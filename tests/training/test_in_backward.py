@@ -2,17 +2,26 @@
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lptune import distributed, linear, training
+from lptune import checkpoint, distributed, linear, training
 from lptune.base.errors import UserError
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from lptune.config import (
+    CheckpointConfig,
+    DataConfig,
+    FinetuneConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from lptune.training.in_backward import UpdateInBackward, build_update
 from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
@@ -368,3 +377,26 @@ def test_what_cannot_be_right_is_refused(keys: dict[str, Any], message: str) -> 
     with pytest.raises(UserError, match=message):
         dataclasses.replace(BASE, **keys)
     dataclasses.replace(BASE, optimizer=OptimizerConfig(kind="sgd", in_backward=True), max_grad_norm=0.0)
+
+
+def test_a_save_in_the_background_is_copied_before_backward_changes_a_weight(tmp_path: Path) -> None:
+    def slow(tensor: Tensor) -> Tensor:
+        time.sleep(0.02)  # of each of some 30 tensors: the step after it would be done
+        return linear.dequantized(tensor)
+
+    with distributed.session("cpu") as world, mock.patch.object(checkpoint.save, "dequantized", slow):
+        loop = _Loop("adamw", world, in_backward=True)
+        loop.step(0)
+        run, cfg = loop.run, CheckpointConfig()
+        with checkpoint.CheckpointWriter(tmp_path, run.model, run.optimizer, world, cfg) as writer:
+            then = loop.state()
+            path = writer.save(1, {"num_skipped": 0, "num_skipped_in_a_row": 0})
+            loop.step(1)
+            now = loop.state()
+            writer.wait()
+        saved = {
+            name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()
+        }
+    changed = [name for name in saved if name in then and not torch.equal(then[name], now[name])]
+    assert len(changed) > 10
+    assert [name for name in changed if not torch.equal(saved[name], then[name])] == []
