@@ -163,15 +163,17 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         weight, first_row = local_rows(parameter)
         own = [weight.q_NK, weight.scale_N1] if isinstance(weight, Int8Weight) else [_as_rows(weight)]
         num_rows, k = own[0].shape
-        given = self.gradients.get(parameter)
-        if given is None:
+        gradient = self.gradients.get(parameter)
+        on_host = self.from_host is not None and self.from_host.weights
+        away = [on_host and gradient is None, *[on_host] * len(own)]
+        if gradient is None:
             assert parameter.grad is not None
-            given = on_this_rank(parameter.grad)
+            gradient = on_this_rank(parameter.grad)
         moments_of = [
             [_as_rows(on_this_rank(state[moment + suffix])) for suffix in storage.SUFFIXES]
             for moment, storage in zip(MOMENTS, stored, strict=True)
         ]
-        tensors = [given.reshape(num_rows, k), *own, *moments_of[0], *moments_of[1]]
+        tensors = [gradient.reshape(num_rows, k), *own, *moments_of[0], *moments_of[1]]
         most = _CPU_CHUNK if type_of(device) == "cpu" else _GPU_CHUNK if self.from_host is None else _VISITING
         chunk = max(1, most // k)
         # One buffer for all parts: memory that is new to the process costs a CPU more than the update.
@@ -180,14 +182,14 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
             buffer_NK = torch.empty(min(chunk, num_rows), k, dtype=torch.float32, device=device)
         beta1, beta2 = group["betas"]
         starts = range(0, num_rows, chunk)
-        if isinstance(given, FakeTensor):  # no values: further parts allocate and free as the second does
+        if isinstance(gradient, FakeTensor):  # no values: further parts allocate and free as the second does
             starts = starts[:2]
-        for rows, (g_NK, *here) in self._visits(
-            tensors, parameter, [slice(i, min(i + chunk, num_rows)) for i in starts]
-        ):
-            weight_here, rest = here[: len(own)], here[len(own) :]
-            split = len(moments_of[0])
-            rows_of = [tuple(rest[:split]), tuple(rest[split:])]
+        parts = [slice(start, min(start + chunk, num_rows)) for start in starts]
+        for rows, (g_NK, *here) in zip(parts, self._visits(tensors, parts, away), strict=True):
+            first = len(own)
+            second = first + len(moments_of[0])
+            weight_here = here[:first]
+            rows_of = [tuple(here[first:second]), tuple(here[second:])]
             moments = [storage.read(of, 0) for storage, of in zip(stored, rows_of, strict=True)]
             if buffer_NK is None:
                 (w_NK,) = weight_here
@@ -231,22 +233,15 @@ class ChunkedAdamW(MomentsOfAdamW, torch.optim.Optimizer):
         if found_inf is not None:
             state["step"] -= found_inf
 
-    def _visits(
-        self, tensors: list[Tensor], parameter: nn.Parameter, parts: list[slice]
-    ) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Each of the parts with these rows of the tensors, the first of which is the gradient, where they
-        are updated.
+    def _visits(self, tensors: list[Tensor], parts: list[slice], away: list[bool]) -> Iterator[list[Tensor]]:
+        """These rows of the tensors, where they are updated: of the gradient, of what a weight is stored in,
+        and of its moments. away: which of the first two are in host memory.
         """
         if self.from_host is None:
-            yield from ((rows, [tensor[rows] for tensor in tensors]) for rows in parts)
-            return
-        weights = self.from_host.weights
-        num_own = 2 if int8_rows(parameter) is not None else 1
-        away = [weights and parameter not in self.gradients, *[weights] * num_own]
-        away += [True] * (len(tensors) - len(away))
+            return ([tensor[rows] for tensor in tensors] for rows in parts)
+        away = away + [True] * (len(tensors) - len(away))
         changed = [False] + [True] * (len(tensors) - 1)
-        if parts:
-            yield from zip(parts, visits(tensors, parts, self.from_host.device, away, changed), strict=True)
+        return visits(tensors, parts, self.from_host.device, away, changed)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

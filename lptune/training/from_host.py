@@ -69,6 +69,8 @@ def visits(
     which are written to. The tensors are right for what the current stream does after the last part; the host
     must wait for that before it reads them.
     """
+    if not parts:
+        return
     streams = streams_of(device)
     rounds = [
         [
