@@ -86,7 +86,7 @@ def cell(model: str, gpus: str) -> Cell:
     """What fits of `model`, one of MODELS, on `gpus`, one of GPUS."""
     number, _, gigabytes = gpus.partition("x")
     num_ranks, device = int(number), named_device(DEVICES[int(gigabytes)])
-    cfg, _, path, _ = planned_model.load("plan", MODELS[model], [f"precision.kind={KIND}"])
+    cfg, _, path, _ = planned_model.load("plan", MODELS[model], [f"precision.kind={KIND}"], None)
     facts, _, _ = planned_model.of_config(cfg, path, None)
     found = fit.dry_run(cfg, facts, num_ranks, device)
     if fit.fits(found.peak_bytes, device):
