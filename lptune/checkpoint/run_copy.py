@@ -278,6 +278,10 @@ class RunCopy:
         """Copies the files `names` of `folder` on each rank, the files beside it, and the seal."""
         with group.together(_ERRORS, why):
             if self._world.is_main:
+                here = read_object(self._folder.path / "run.json", missing={}).get("id")
+                there = (object_of(self._storage.read("run.json") or b"") or {}).get("id")
+                if here != (there or here) and self._steps():  # it began after this one had looked
+                    raise UserError(f"{self._storage.address}: has another run; choose another address")
                 for step, found in self._found().items():
                     if not found & {_SEAL, _OLD_SEAL}:  # left by a broken copy; its room may be needed
                         self._storage.remove(_place(step))

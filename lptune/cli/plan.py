@@ -65,6 +65,8 @@ def plan(
     """
     if device_name is not None:
         named_device(device_name)
+    if host_memory is not None and not math.isfinite(host_memory):
+        raise UserError(f"--host-memory: found {host_memory}; give a number of GB")
     new_config.check(write)
     cfg, recipe_path, path, _ = loaded = planned_model.load("plan", config_name, arguments, device_name)
     if not isinstance(cfg, RunConfig):
@@ -117,7 +119,8 @@ def plan(
                 save(each.keys, f"changed to fit:{each.line}")
                 return
     if same:
-        raise UserError(f"--write: nothing that was planned fits {on}; name more ranks or a larger --device")
+        larger = "--device" if host_memory is None else "--device or --host-memory"
+        raise UserError(f"--write: nothing that was planned fits {on}; name more ranks or a larger {larger}")
 
 
 def _echo(text: str) -> None:

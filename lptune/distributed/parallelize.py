@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -172,8 +172,14 @@ def parallelize(
         in_float32 = {model.get_parameter(name) for name in names}  # others than before
         note_float32_group(holder, (name.removeprefix(f"{inside}.") for name in names))
     if backbone is not None and of_embedding:
-        # Embedding and head are the largest matrices: neither they nor their gradients need exist together.
-        fully_shard(backbone.embedding, **shard, ignored_params=in_float32)
+        # Embedding and head are the largest matrices: they need not be gathered, nor their gradients be
+        # reduced, together. Backward of an embedding does not read it.
+        embedding: Any = backbone.embedding
+        fully_shard(embedding, **shard, ignored_params=in_float32)
+        if isinstance(embedding, nn.Embedding):
+            cast(FSDPModule, embedding).set_unshard_in_backward(False)
+        if narrow is not None:
+            reduce_narrowly(embedding, "embedding", narrow)
     for number, block in enumerate(each):
         reshards = cfg.parallel.reshards(world.size)
         fully_shard(block, **shard, reshard_after_forward=reshards, ignored_params=in_float32)

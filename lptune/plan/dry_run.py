@@ -77,9 +77,13 @@ class DryRun:
     resting: Counter[str]
     """Bytes by category between two steps."""
     host_bytes: int
-    """Bytes that `parallel.cpu_offload` or `optimizer.cpu_offload` keeps in host memory."""
+    """Bytes that `parallel.cpu_offload` or `optimizer.cpu_offload` keeps in host memory, as pinned memory
+    takes them; with the copies of checkpoint.async_save.
+    """
     offloads_weights: bool
     """Whether it is `parallel.cpu_offload`."""
+    copies_to_save: bool
+    """Whether the copies of checkpoint.async_save are in `host_bytes`."""
     device: Device | None
     """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
@@ -182,14 +186,15 @@ def dry_run(
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
-            first, collectives, resting, state_bytes = _run_steps(
+            first, collectives, resting, state_bytes, pinned = _run_steps(
                 model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
             )
+            offloaded: tuple[str, ...] = ()
+            if device_type == "cuda" and (offloads or cfg.optimizer.cpu_offload):
+                offloaded = _OFFLOADED if offloads else (memory.OPTIMIZER,)
             # Where backward updates, it makes the state of the optimizer, which later steps find.
-            made = memory.OPTIMIZER if cfg.optimizer.in_backward else None
-            peaks = _in_later_steps(log.peaks(regardless_of=made), resting)
-            offloaded = _OFFLOADED if offloads else (memory.OPTIMIZER,) if cfg.optimizer.cpu_offload else ()
-            host_bytes = sum(peaks["update"][name] for name in offloaded)  # gradients are there
+            made = (memory.OPTIMIZER,) if cfg.optimizer.in_backward else ()
+            peaks = _in_later_steps(log.peaks(regardless_of={*made, *offloaded}), resting)
             for held in (*peaks.values(), resting):
                 for name in offloaded:
                     del held[name]
@@ -208,8 +213,9 @@ def dry_run(
                 compiles=cfg.compile != "none",
                 peaks=peaks,
                 resting=resting,
-                host_bytes=host_bytes,
+                host_bytes=_host_bytes(pinned, offloaded, cfg),
                 offloads_weights=offloads,
+                copies_to_save=cfg.checkpoint.async_save,
                 device=device,
                 collectives=collectives,
                 first_collectives=first,
@@ -224,6 +230,8 @@ class _Steps(NamedTuple):
     """Bytes by category after the last step."""
     state_bytes: int
     """Of weights and the optimizer's state in a checkpoint, over all ranks."""
+    pinned: Counter[str]
+    """What the tensors of each category would take in host memory."""
 
 
 def _run_steps(
@@ -314,12 +322,25 @@ def _run_steps(
         log.label(memory.OPTIMIZER, (list(state.values()) for state in optimizer.state.values()))
         log.repeat(times, lambda parameter: list(optimizer.state.get(parameter, {}).values()))
     assert isinstance(optimizer, ListsMoments)
-    state_bytes = 0
+    state_bytes, pinned = 0, Counter[str]()
     for parameter in whole.parameters():
         kept = optimizer.moment_keys(parameter) if parameter in optimizer.state else ()
-        stored = (parameter, *(optimizer.state[parameter][key] for key in kept))
-        state_bytes += sum(each.numel() * each.dtype.itemsize for each in stored)
-    return _Steps(totals[0], totals[-1], log.at_end(), state_bytes)
+        moments = [optimizer.state[parameter][key] for key in kept]
+        state_bytes += sum(each.numel() * each.dtype.itemsize for each in (parameter, *moments))
+        pinned[memory.PARAMETERS] += (weight := memory.pinned_bytes([parameter]))
+        pinned[memory.OPTIMIZER] += memory.pinned_bytes(moments)
+        if parameter.requires_grad and not cfg.optimizer.in_backward:
+            pinned[memory.GRADIENTS] += weight
+    if frozen is not None:
+        pinned[memory.TEACHER] += memory.pinned_bytes(Repeated(frozen, times).parameters())
+    return _Steps(totals[0], totals[-1], log.at_end(), state_bytes, pinned)
+
+
+def _host_bytes(pinned: Counter[str], offloaded: tuple[str, ...], cfg: RunConfig) -> int:
+    """What a rank holds in host memory; and, if that is anything, the copies for a save in the background."""
+    held = sum(pinned[name] for name in offloaded)
+    copies = pinned[memory.PARAMETERS] + pinned[memory.OPTIMIZER]
+    return held + (copies if held and cfg.checkpoint.async_save else 0)
 
 
 def _count_exchanges(counted: Collectives, optimizer: muon.Muon, times: Mapping[nn.Parameter, int]) -> None:
@@ -507,9 +528,10 @@ def _notes(found: DryRun) -> list[str]:
         key, held = "optimizer", "the optimizer state"
         if found.offloads_weights:
             key, held = "parallel", "parameters, gradients and optimizer state"
+        copies = "; with the copies of checkpoint.async_save" * found.copies_to_save
         notes.append(
-            f"{key}.cpu_offload: {found.host_bytes / 1e9:,.1f} GB of {held} of each rank are in host memory, "
-            "pinned"
+            f"{key}.cpu_offload: {held} of each rank take {found.host_bytes / 1e9:,.1f} GB of host memory, "
+            f"pinned, a power of two for each tensor{copies}"
         )
     return [line for note in notes for line in wrapped(note, hang=_HANG)]
 

@@ -320,7 +320,7 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     if not cfg.optimizer.in_backward:
         yield {_IN_BACKWARD: True}  # the last that is wanted: it may need another global batch
     if not (cfg.optimizer.cpu_offload or parallel.cpu_offload):
-        yield {_MOMENTS: True}
+        yield {_MOMENTS: True} | _without_copies(cfg)
     times = 2
     while times <= _MOST_TIMES:
         if num_micro_batches % (times * num_data_ranks) == 0:
@@ -328,7 +328,12 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
         times *= 2
     if not parallel.cpu_offload:
         # Otherwise gradients add up on the GPU, and move to the host after the last micro-batch.
-        yield {_OFFLOAD: True} | with_fsdp
+        yield {_OFFLOAD: True} | with_fsdp | _without_copies(cfg)
+
+
+def _without_copies(cfg: RunConfig) -> Remedy:
+    """A save in the background copies weights and moments to the host, where they are already."""
+    return {"checkpoint.async_save": False} if cfg.checkpoint.async_save else {}
 
 
 def _changed(cfg: RunConfig, change: Remedy, num_ranks: int) -> RunConfig:

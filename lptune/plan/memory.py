@@ -16,7 +16,7 @@ workspaces that a kernel allocates inside an operator.
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -169,17 +169,17 @@ class MemoryLog(TorchDispatchMode):
             total[category] += delta
         return total
 
-    def peaks(self, *, regardless_of: str | None = None) -> dict[str, Counter[str]]:
+    def peaks(self, *, regardless_of: Collection[str] = ()) -> dict[str, Counter[str]]:
         """Phase -> bytes by category at the time of the largest sum. Phases with one name are merged.
 
-        regardless_of: a category that does not count in the sum.
+        regardless_of: categories that do not count in the sum.
         """
         found: dict[str, Counter[str]] = {}
         now: Counter[str] = Counter()
         largest = dict[str, int]()
         for phase, category, delta in self._all_events():
             now[category] += delta
-            total = now.total() - (now[regardless_of] if regardless_of else 0)
+            total = now.total() - sum(now[each] for each in regardless_of)
             if phase not in found or total > largest[phase]:
                 found[phase], largest[phase] = Counter(now), total
         return found
@@ -233,6 +233,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of `tensors` on this rank; shared storages count once."""
     storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in _parts(tensors)}
     return sum(storages.values())
+
+
+def pinned_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of pinned host memory that copies of the tensors take on this rank: torch's allocator takes a
+    power of two for each.
+    """
+    return sum(1 << max(0, part.untyped_storage().nbytes() - 1).bit_length() for part in _parts(tensors))
 
 
 def _parts(tensors: Any) -> list[Tensor]:

@@ -32,7 +32,9 @@ update after backward if nothing is clipped.
 On CUDA under FSDP all this happens on the stream of the reduce-scatter, and the backward of the next block
 goes on meanwhile. With parallel.cpu_offload FSDP sends reduced gradients to host memory, without waiting as
 long as nobody asks for each of them. So those of a block are updated when the next block's are reduced: they
-visit the GPU together with the weights and moments (from_host.py).
+visit the GPU together with the weights and moments (from_host.py), on the stream of a hook of FSDP's. That
+stream may be slower than backward, so the host waits there for the update before: gradients of no more than
+two blocks are under way, on the GPU or in host memory.
 """
 
 import functools
@@ -92,6 +94,8 @@ class UpdateInBackward(Update):
         self._norm_before: float | None = None
         self._was_torn = False
         self._from_host: FromHost | None = None
+        self._updated: torch.cuda.Event | None = None
+        """After the last update of a block from host memory."""
         if isinstance(optimizer, ChunkedAdamW) and optimizer.from_host and optimizer.from_host.weights:
             self._from_host = optimizer.from_host
             for module in model.modules():
@@ -157,12 +161,21 @@ class UpdateInBackward(Update):
             self._update(self._finished.pop(together[0]))
 
     @torch.no_grad()
-    def reduces_another(self, _: Tensor) -> None:
-        """Called by FSDP when it has reduced the gradients of a block: those before are on their way to host
-        memory (parallel.cpu_offload).
+    def reduces_another(self, reduced: Tensor) -> None:
+        """Called by FSDP, on a stream of its own, when it has reduced the gradients of a block: those before
+        are on their way to host memory (parallel.cpu_offload). reduced: the gradients, of this rank.
         """
         self._check_first([])
+        if reduced.device.type != "cuda":
+            self._update_rest()
+            return
+        here = torch.cuda.current_stream()
+        # FSDP allocates it on another stream, and frees it before this one has copied it to the host.
+        reduced.record_stream(here)
+        if self._updated is not None:
+            self._updated.synchronize()
         self._update_rest()
+        self._updated = here.record_event()
 
     def _update_rest(self) -> None:
         """Updates the parameters that have a gradient. A collective."""

@@ -370,6 +370,24 @@ def test_an_address_has_one_run(
     State().load(checkpoint.verify(place / "checkpoints/step-00000002"))
 
 
+def test_of_two_runs_that_begin_at_an_empty_address_the_second_copies_nothing(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, address = tmp_path / "copy", f"file://{tmp_path}/copy"
+
+    def another(step: int) -> None:
+        if step == 1:
+            train(tmp_path / "first", address, world, 3)
+
+    train(tmp_path / "second", address, world, 2, before_step=another)
+    assert copied(place) == [2, 3]
+    assert metrics(place) == [1, 2, 3]
+    refused = f"is not copied: {address}: has another run; choose another address; tried again"
+    assert [refused in line for line in capsys.readouterr().out.splitlines() if "warning" in line] == [
+        True
+    ] * 2
+
+
 def test_an_export_is_replaced_and_has_its_digests_when_it_is_whole(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ CONFIG = FinetuneConfig(
     precision=PrecisionConfig(kind="int8_rowcol"),
     micro_batch_size=2,
     global_batch_size=4,
+    checkpoint=CheckpointConfig(async_save=False),  # a change that needs host memory would name it
 )
 
 
@@ -417,12 +418,18 @@ def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
     offloads = dataclasses.replace(CONFIG, parallel=ParallelConfig(cpu_offload=True))
     moved = dry_run(offloads, tied, 2, named_device("h100"))
     states = (memory.PARAMETERS, memory.GRADIENTS, memory.OPTIMIZER)
-    assert moved.host_bytes == sum(kept.peaks["update"][name] for name in states) > 0
+    counts = 4 * len([*models.build_on_meta(tied).parameters()])  # of updates, which stay
+    held = sum(kept.peaks["update"][name] for name in states) - counts
+    saved = kept.resting[memory.PARAMETERS] + kept.resting[memory.OPTIMIZER] - counts  # by copies
+    assert held <= moved.host_bytes < 2 * held  # powers of two
+    copies = dataclasses.replace(offloads, checkpoint=CheckpointConfig(async_save=True))
+    assert held + saved <= dry_run(copies, tied, 2, named_device("h100")).host_bytes < 2 * (held + saved)
     for phase, times in (("forward", 2), ("backward", 3), ("update", 0)):
         assert not any(moved.peaks[phase][name] for name in states)
         stays = kept.peaks[phase].total() - sum(kept.peaks[phase][name] for name in states)
         staged = moved.peaks[phase][STAGED]
-        assert moved.peaks[phase].total() == stays + staged
+        # At the moment of the largest sum on the GPU, which need not be that of both memories.
+        assert stays <= moved.peaks[phase].total() - staged <= kept.peaks[phase].total()
         # Of the largest module: no less than a block of two, no more than all.
         assert staged <= times * kept.resting[memory.PARAMETERS]
         assert (staged > 0) == (times > 0)
@@ -430,12 +437,16 @@ def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
 
 def test_moments_alone_move_to_the_host_and_nothing_else_changes() -> None:
     kept = dry_run(CONFIG, TINY, 2)
-    optimizer = dataclasses.replace(CONFIG.optimizer, cpu_offload=True)
-    moved = dry_run(dataclasses.replace(CONFIG, optimizer=optimizer), TINY, 2, named_device("h100"))
-    assert moved.host_bytes == kept.resting[memory.OPTIMIZER] > 0
-    assert moved.resting == kept.resting - Counter({memory.OPTIMIZER: kept.resting[memory.OPTIMIZER]})
+    changed = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(cpu_offload=True))
+    moved = dry_run(changed, TINY, 2, named_device("h100"))
+    moments = kept.resting[memory.OPTIMIZER]
+    counts = 4 * len([*models.build_on_meta(TINY).parameters()])  # of updates, which stay
+    assert 0 < moments - counts <= moved.host_bytes < 2 * moments  # powers of two
+    assert moved.resting == kept.resting - Counter({memory.OPTIMIZER: moments})
     for phase in ("forward", "backward"):
-        assert moved.peaks[phase].total() == kept.peaks[phase].total() - moved.host_bytes
+        assert moved.peaks[phase].total() == kept.peaks[phase].total() - moments
+    on_cpu = dry_run(dataclasses.replace(changed, device="cpu"), TINY, 2)  # it has one memory
+    assert (on_cpu.host_bytes, on_cpu.resting[memory.OPTIMIZER] > 0) == (0, True)
     assert "optimizer.cpu_offload: " in moved.report()
     assert moved.collectives == kept.collectives
 
@@ -464,6 +475,9 @@ def test_what_the_host_has_is_a_limit_of_changes(monkeypatch: pytest.MonkeyPatch
     assert fitting(60) == ["parallel.cpu_offload=true"]
     assert fitting(56) == ["optimizer.kind=adamw_8bit parallel.cpu_offload=true"]
     assert fitting(52) == []
+    copies = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig())
+    words = [each.words for each in fit.remedies(copies, TINY, 2, device, holds(0)) if each.fits]
+    assert words == ["parallel.cpu_offload=true checkpoint.async_save=false"]
 
 
 @pytest.mark.parametrize(

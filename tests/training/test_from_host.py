@@ -17,6 +17,7 @@ from lptune.config import OptimizerConfig, ParallelConfig
 from lptune.training import chunked_adamw, from_host, optimizer
 from lptune.training.from_host import FromHost, Streams, visits
 from lptune.training.in_backward import build_update
+from lptune.training.state import State
 from tests.helpers import tiny_run
 from tests.helpers.pinning import pinned_addresses
 from tests.helpers.ranks import Ranks
@@ -222,3 +223,22 @@ def test_a_checkpoint_goes_on_wherever_its_moments_are(kind: str, tmp_path: Path
             results.append([*model.parameters(), *_state(built)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def _reduced(rank: int, num_ranks: int) -> str:
+    cfg = tiny_run.config(
+        "none",
+        compute_dtype="bfloat16",
+        parallel=ParallelConfig(cpu_offload=True, reduce_dtype="int8"),
+    )
+    with distributed.session("cpu") as world, pinned_addresses():
+        run = TinyRun(cfg, world, tiny_run.decoder_config())
+        state = State(run.model, run.low.plan, run.optimizer, cfg, world)
+        batches = [tiny_run.micro_batch(0, world.data_rank, run.seed)]
+        for batch in state.passes(0, 1, batches):
+            tiny_run.batch_loss(run.model, batch, world).backward()
+        return "every group reduced as planned"  # else PrecisionNotAppliedError
+
+
+def test_with_weights_in_host_memory_every_group_reduces_as_planned(ranks: Ranks) -> None:
+    assert ranks.run(_reduced, 2) == ["every group reduced as planned"] * 2
