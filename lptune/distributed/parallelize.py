@@ -140,9 +140,9 @@ def parallelize(
     if not uses_fsdp(cfg.parallel, world.size):
         use_compute_weights(model, compute_dtype, world.mesh, forward_methods, names)
         return
-    # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
     # One rank has nothing to sum: a copy of its gradients in float32 would have the same values.
     alone = world.data_size == 1 and cfg.parallel.reduce_every_micro_batch
+    # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
     policy: Any = functools.partial(
         MixedPrecisionPolicy, reduce_dtype=None if alone else torch.float32, cast_forward_inputs=False
     )
