@@ -89,6 +89,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+@pytest.fixture(autouse=True)
+def _signals_stay_as_they_are() -> Iterator[None]:
+    """A test that leaves signals blocked, as a run does to its end, would fail others in the same worker."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
     """Up to four processes, started when a test needs them, which stay for the other tests of its file."""

@@ -220,7 +220,7 @@ def test_the_table_is_sorted_by_the_last_held_out_loss_and_a_cut_row_is_passed_o
 
 
 def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
-    lptune: Lptune, toy: list[str], tmp_path: Path, command: Command
+    lptune: Lptune, toy: list[str], tmp_path: Path
 ) -> None:
     done = lptune("sweep", *toy, "seed=1,2,3,4,6")
     assert done.returncode == 2, done.stderr  # of the first failure
@@ -241,20 +241,20 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
     assert again.returncode == 2
     assert (tmp_path / "ran").read_text().split() == ["1", "2", "3", "4", "6", "2", "4"]
     # A sweep of fewer runs replaces the report, and says so once.
-    code, _, stderr = command("sweep", *toy, "seed=1,6")
-    assert (code, stderr.count("\n")) == (0, 1)
-    assert stderr.startswith(
+    fewer = lptune("sweep", *toy, "seed=1,6")
+    assert (fewer.returncode, fewer.stderr.count("\n")) == (0, 1)
+    assert fewer.stderr.startswith(
         "note: sweeps/toy: this sweep replaces report.html of another, which has 3 run(s)"
     )
-    assert command("sweep", *toy, "seed=1,6")[2] == ""
+    assert lptune("sweep", *toy, "seed=1,6").stderr == ""
     # Runs of another recipe would be called finished: neither a run nor its config knows the recipe.
     (tmp_path / "other.py").write_text(RECIPE)
-    refused = command("sweep", *toy[:-1], "other.py", "seed=1,6")[2]
+    refused = lptune("sweep", *toy[:-1], "other.py", "seed=1,6").stderr
     assert "sweeps/toy: holds a sweep of 'toy', not of 'other'; choose another --output-dir" in refused
 
 
 def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_seed(
-    lptune: Lptune, tmp_path: Path, command: Command
+    lptune: Lptune, tmp_path: Path
 ) -> None:
     (tmp_path / "toy.py").write_text(KINDS_RECIPE)
     (tmp_path / "toy.yaml").write_text("model: {path: a}\ndata: {source: builtin}\nnum_steps: 1\n")
@@ -283,12 +283,12 @@ def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_s
     assert not (folder / ".error").exists()
     # Another sweep in the folder replaces that table, and says so first.
     fewer = ("sweep", "--config", "toy.yaml", "toy.py", "seed=1,5", "precision.kind=none,int8_rowcol")
-    code, stdout, stderr = command(*fewer)
-    assert (code, stderr.count("\n"), stdout.count("already finished")) == (0, 1, 4)
-    assert stderr.startswith("note: sweeps/toy: this sweep replaces the table")
-    assert " 2 run(s) " in stderr
+    done = lptune(*fewer)
+    assert (done.returncode, done.stderr.count("\n"), done.stdout.count("already finished")) == (0, 1, 4)
+    assert done.stderr.startswith("note: sweeps/toy: this sweep replaces the table")
+    assert " 2 run(s) " in done.stderr
     assert len((folder / "table.md").read_text().splitlines()) == 4
-    assert command(*fewer)[2] == ""
+    assert lptune(*fewer).stderr == ""
 
 
 def test_a_stopped_repeat_still_shows_what_had_ended_and_a_failed_run_no_loss_of_another_config(
