@@ -102,8 +102,9 @@ def test_the_three_examples_start_one_run() -> None:
     ("of", "number"),
     [
         (_arguments_of_job, "JOB_COMPLETION_INDEX"),
-        (_arguments_of_trainjob, "PET_NODE_RANK"),
-        (_arguments_of_task, "SKYPILOT_NODE_RANK"),
+        # The same arguments, by the test above.
+        pytest.param(_arguments_of_trainjob, "PET_NODE_RANK", marks=pytest.mark.slow),
+        pytest.param(_arguments_of_task, "SKYPILOT_NODE_RANK", marks=pytest.mark.slow),
     ],
 )
 def test_its_arguments_run_on_two_machines_numbered_by_their_index(

@@ -134,6 +134,7 @@ def test_a_rank_that_works_or_waits_for_its_own_is_no_hang_however_long_the_othe
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done"), done.stderr
 
 
+@pytest.mark.slow  # half a minute; hangs on two hosts are a row of `make faults`
 def test_machine_0_asks_the_others_and_all_print_who_hangs(folder: Path) -> None:
     (folder / "toy.py").write_text(COLLECTIVE)
     # Torch is imported in one call, from a busy disk in seconds.

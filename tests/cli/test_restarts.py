@@ -113,7 +113,7 @@ def test_a_wrong_input_and_a_divergence_are_not_tried_again(
     assert said(launch(f"{what}-done", "--restarts", "3"))[::2] == (code, [])
 
 
-@pytest.mark.parametrize("who", ["supervisor", "run"])
+@pytest.mark.parametrize("who", ["supervisor", pytest.param("run", marks=pytest.mark.slow)])
 def test_a_signal_to_either_process_stops_the_run_which_saves_first(
     launch: Callable[..., cold.Process], tmp_path: Path, who: str
 ) -> None:

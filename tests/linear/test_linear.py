@@ -249,7 +249,10 @@ def _saved_bytes(layer: nn.Module, x: torch.Tensor) -> int:
 
 
 # Eager in every mode, compiled in the default mode of the default kind.
-FROZEN_MODES = [*((*mode, False) for mode in MODES), (*MODES[0], True)]
+FROZEN_MODES = [
+    *((*mode, False) for mode in MODES),
+    pytest.param(*MODES[0], True, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("kind", "grad_input", "grad_weight", "grad_format", "compiled"), FROZEN_MODES)

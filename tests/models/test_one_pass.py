@@ -19,6 +19,7 @@ from lptune.models.chunks import Logits, in_chunks
 from lptune.models.loss import SummedCrossEntropy, is_number
 from lptune.plan.memory import MemoryLog
 from tests.helpers.models_oracle import CHECKPOINTS, random_labels, random_tokens, twins
+from tests.helpers.slow import slow_but
 from tests.models.test_loss import chunk_loss
 
 V, T, H = 320, 96, 48
@@ -170,7 +171,9 @@ def test_a_frozen_part_gets_no_gradient_and_the_other_its_own(frozen: str) -> No
         assert gradient is None if is_frozen else torch.equal(gradient, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_but(lambda dtype: dtype == torch.bfloat16, (torch.float32, torch.bfloat16)), ids=str
+)
 def test_a_compiled_chunk_computes_its_gradients_in_forward(dtype: torch.dtype) -> None:
     case = Case(dtype)
     module = chunk_loss(V)

@@ -7,19 +7,15 @@ import pytest
 
 from tests.proofs import matrix
 
-_KEPT = {
-    ("float8_delayed", "block", "selective"),
-    ("int8_tensorwise", "model", "selective"),
-}
+_KEPT = ("float8_delayed", "model", "full")
 
 
 def _marked(cell: matrix.Cell) -> Any:
-    """Slow: most compiled cells, 5 to 25 s each. Kept is of `model` a cell with scales of each step, and of
-    `block` one with a history that the graph writes (scales of each step under `block`:
-    recipes/test_full_finetune.py); eager, every kind. Compiled layers of every kind are in
-    tests/linear/test_devices.py.
+    """Slow: compiled cells, 5 to 25 s each. Kept is one of `model`, with a history that the graph writes
+    (`block`: distributed/test_gather.py; scales of each step: recipes/test_full_finetune.py); eager, every
+    kind. Compiled layers of every kind are in tests/linear/test_devices.py.
     """
-    is_slow = cell.compile != "none" and (cell.kind, cell.compile, cell.checkpointing) not in _KEPT
+    is_slow = cell.compile != "none" and (cell.kind, cell.compile, cell.checkpointing) != _KEPT
     return pytest.param(cell, id=",".join(cell), marks=[pytest.mark.slow] if is_slow else [])
 
 

@@ -46,8 +46,11 @@ def _convert(model: nn.Module, kind: str) -> linear.Plan:
     return linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int")))
 
 
-# Compiled, every kind is counted in test_matrix.py.
-@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in KINDS), ("int8_rowcol", True)])
+# Compiled, every kind is counted in test_matrix.py, and one below.
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [*((kind, False) for kind in KINDS), pytest.param("int8_rowcol", True, marks=pytest.mark.slow)],
+)
 def test_a_step_that_ran_as_planned_is_counted(kind: str, compiled: bool) -> None:
     model = _model(width=64)
     plan = _convert(model, kind)
