@@ -7,15 +7,13 @@ import pytest
 
 from tests.proofs import matrix
 
-_KEPT = ("float8_delayed", "model", "full")
-
 
 def _marked(cell: matrix.Cell) -> Any:
-    """Slow: compiled cells, 5 to 25 s each. Kept is one of `model`, with a history that the graph writes
-    (`block`: distributed/test_gather.py; scales of each step: recipes/test_full_finetune.py); eager, every
-    kind. Compiled layers of every kind are in tests/linear/test_devices.py.
+    """Slow: compiled cells, 5 to 25 s each. Layers of every kind are compiled in tests/linear/test_devices.py,
+    a history that the graph writes in distributed/test_gather.py, blocks in
+    linear/weights/test_compute_weights.py, a whole model in recipes/test_full_finetune.py.
     """
-    is_slow = cell.compile != "none" and (cell.kind, cell.compile, cell.checkpointing) != _KEPT
+    is_slow = cell.compile != "none"
     return pytest.param(cell, id=",".join(cell), marks=[pytest.mark.slow] if is_slow else [])
 
 
