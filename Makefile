@@ -107,14 +107,16 @@ test-oldest: .venv-oldest/.installed
 	.venv-oldest/bin/python -m pytest -m $(SUITE) -n 3 $(BY_FILE) -p no:cacheprovider
 	.venv-oldest/bin/python -m pytest -m kernels -n 2 -p no:cacheprovider tests/kernels
 
-# What a user gets who installs today: nothing pinned, the wheel and not the source. Made anew each time.
+# What a user gets who installs today: nothing pinned, the wheel and not the source. Made anew each time. With the extras
+# and peers that CI does not install: tests of these run here alone.
 PYTHON_NEWEST ?= python3.12
 test-newest: export OMP_NUM_THREADS := 1
 test-newest:
 	rm -rf .venv-newest && $(PYTHON_NEWEST) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet hatchling
 	.venv-newest/bin/python -m hatchling build -t wheel -d .venv-newest/wheel
-	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data]"
+	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data,eval,plot,tensorboard]" \
+	  trl lightning s3fs "moto[server]"
 	.venv-newest/bin/python -m pip list
 	LPTUNE_TEST_INSTALLED=.venv-newest/bin/python .venv-newest/bin/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
 	.venv-newest/bin/python -m pytest -m $(SUITE) -n 3 $(BY_FILE) -p no:cacheprovider

@@ -545,8 +545,9 @@ def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
     unknown = "The AWS Access Key Id you provided does not exist in our records"
     lines = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
     assert len(lines) == 1
-    refused = f"{address}/checkpoints: {unknown}"
+    refused = f"{address}/run.json: {unknown}"
     assert lines[0].startswith(f"warning: step-00000007 is not copied: {refused}; tried again")
+    refused = f"{address}/checkpoints: {unknown}"
     with pytest.raises(UserError, match=f"^checkpoint.copy_to: {refused}; mend it"):
         train(tmp_path / "5", address, world, 6)
     _accept_keys(server, 10**9)
