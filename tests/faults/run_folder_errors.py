@@ -66,6 +66,8 @@ def _worker(within: Path, every: int) -> list[str]:
             shutil.rmtree(folder)
             code, said, failed = run(number, error)
             what = failed[number - 1] if number <= len(failed) else "never came to the call"
+            if what.startswith("fsync") and what.rstrip().endswith(str(folder)):
+                what += f" after {failed[number - 2]}"  # the folder, for what was renamed
             counts[what.split(" ")[0]] += 1
             lines = [line for line in said.splitlines() if line.strip()]
             says = len(lines) == 1 and lines[0].startswith("error: ") and os.strerror(error) in lines[0]
