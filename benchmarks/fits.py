@@ -111,17 +111,12 @@ def _signs(change: fit.Remedy) -> Iterator[str]:
 
 def table(cells: dict[tuple[str, str], Cell], *, in_full: bool) -> list[str]:
     """The table in Markdown. Its first line is the same for all contents."""
-    lines = [f"| {'planned' if in_full else 'model'} | {' | '.join(_name(gpus) for gpus in GPUS)} |"]
+    lines = [f"| GB of GPU | {' | '.join(gpus.removeprefix('1x').replace('x', ' x ') for gpus in GPUS)} |"]
     lines.append("|---" * (len(GPUS) + 1) + "|")
     for model in dict.fromkeys(model for model, _ in cells):
         row = [cells[model, gpus].text(in_full=in_full) for gpus in GPUS]
         lines.append(f"| {model} | {' | '.join(row)} |")
     return lines
-
-
-def _name(gpus: str) -> str:
-    number, _, gigabytes = gpus.partition("x")
-    return f"{gigabytes} GB" if number == "1" else f"{number} x {gigabytes} GB"
 
 
 def replaced(page: str, lines: list[str]) -> str:

@@ -30,13 +30,13 @@ from typing import NamedTuple
 
 from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint.manifest import verify
+from tests.faults.runs import KILLED
 from tests.helpers import cold
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 
 PHASES = ("start-up", "compile", "step", "evaluation", "save")
 TARGETS = ((1, "launcher"), (1, "all"), (2, "launcher"), (2, "all"), (2, "rank 0"), (2, "rank 1"))
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGKILL)
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the launcher itself; a rank, as the launcher says it
 _MARK = "TEST_OF_PREEMPTION"  # in the environment of every process of a launch
 _START_S = {1: 2.5, 2: 5.0}  # of a launch to its first step, about, on two idle cores
 _OVERRIDES = {
@@ -122,7 +122,7 @@ class Run:
         # A launch that was stopped while it started may have an earlier one's lines before it.
         num_lost = self.last_step() - saved if self.last_step() != before else 0
         if case.number == signal.SIGKILL:
-            num_lost, is_right = 0, code in _KILLED
+            num_lost, is_right = 0, code in KILLED
         else:
             is_right = code == 143 or (case.phase == "start-up" and code == -case.number)
         if num_lost or not is_right:

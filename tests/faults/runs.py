@@ -88,6 +88,10 @@ def prepare(folder: Path, launch: Launch = launch, recipe: str = "full_finetune"
     return Inputs(config, observe.write_recipe(folder / "observed.py", recipe), folder, launch)
 
 
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of a launcher: that was killed; of which a rank was, as a shell says it."""
+
+
 def run_part(
     inputs: Inputs,
     output_dir: Path,
@@ -101,9 +105,11 @@ def run_part(
     extra[observe.STOP_ON_RANK] = str(ranks - 1)
     arguments = [str(inputs.recipe), "--config", str(inputs.config), f"output_dir={output_dir}", *overrides]
     done = inputs.launch(arguments, ranks, inputs.folder, extra)
-    wanted = 0 if stop_after is None else -by if by is signal.SIGKILL else 143
-    if done.returncode != wanted:
-        return f"exit code {done.returncode} instead of {wanted}: {done.stdout[-500:]} {done.stderr[-1500:]}"
+    wanted = (0,) if stop_after is None else KILLED if by is signal.SIGKILL else (143,)
+    if done.returncode not in wanted:
+        return (
+            f"exit code {done.returncode} instead of {wanted[-1]}: {done.stdout[-500:]} {done.stderr[-1500:]}"
+        )
     if (
         stop_after is not None
         and by is not signal.SIGKILL
