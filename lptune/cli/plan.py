@@ -23,6 +23,7 @@ from lptune.hardware.devices import Device, known_device, named_device, unknown_
 
 if TYPE_CHECKING:
     from lptune.models import Facts
+    from lptune.plan.fit import Tried
     from lptune.training import PlannedStep
 
 
@@ -107,6 +108,7 @@ def plan(
     if fits(found.peak_bytes, device) and found.host_bytes <= host_bytes:
         save({}, f"as it is: {verdict(found, device)}")
         return
+    chosen: Tried | None = None
     with progress.in_place("planning changes ..."):
         for line in heading(found, device):
             progress.print_line(line)
@@ -116,9 +118,16 @@ def plan(
             for part in wrapped(each.line, hang=2):
                 progress.print_line(part)
             if same and each.fits:
-                save(each.keys, f"changed to fit:{each.line}")
-                return
-    if same:
+                chosen = chosen or each
+                # One with the rows of the config may take host memory, which then must be known.
+                if host_memory is None or not each.changes_rows:
+                    chosen = each
+                    break
+    if chosen is not None:
+        save(chosen.keys, f"changed to fit:{chosen.line}")
+        if chosen.changes_rows and host_memory is None:
+            _echo("`--host-memory GB` looks for a change that keeps the rows of a step")
+    elif same:
         larger = "--device" if host_memory is None else "--device or --host-memory"
         raise UserError(f"--write: nothing that was planned fits {on}; name more ranks or a larger {larger}")
 

@@ -6,6 +6,7 @@ from collections import Counter
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -171,6 +172,34 @@ def test_what_is_written_fits(command: Command, monkeypatch: pytest.MonkeyPatch)
         assert str(attrgetter(key)(cfg)).lower() == value, change
     code, out, err = command("plan", "--config", "my.yaml", "--preset", "llama3_2/tiny")
     assert re.search("^fits H100", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        pytest.param([], 1, id="the first that fits"),
+        pytest.param(["--host-memory", "1"], 32, id="in memory that is known"),
+        pytest.param(["--host-memory", "0.5"], 1, id="in too little of it"),
+    ],
+)
+def test_a_config_keeps_the_rows_of_a_step_where_the_host_is_known_to_have_room(
+    words: list[str], rows: int, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = {"forward": Counter[str](), "update": Counter[str]()}
+
+    def planned(cfg: Any, *given: Any, **keys: Any) -> Any:
+        offloads = cfg.parallel.cpu_offload
+        peak = 10 if cfg.optimizer.in_backward or offloads else 10**12
+        return SimpleNamespace(peak_bytes=peak, host_bytes=6e8 * offloads, peaks=peaks)
+
+    _fits_below(1e3, monkeypatch)  # not as it is
+    monkeypatch.setattr(fit, "dry_run", planned)
+    keys = ("data.source=builtin", "global_batch_size=32", "micro_batch_size=1")
+    code, out, _ = command("plan", *TINY, *keys, *words, "--write", "my.yaml")
+    assert code == 0
+    assert recipe.load(catalog.find_recipe("full_finetune"), Path("my.yaml"), ()).global_batch_size == rows
+    assert "a step has 1 rows and not 32" in " ".join(out.split())
+    assert ("`--host-memory GB` looks for" in out) == (not words)
 
 
 def test_with_nothing_that_fits_nothing_is_written(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

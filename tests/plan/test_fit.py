@@ -291,7 +291,7 @@ def test_what_an_optimizer_costs_is_what_its_page_says(monkeypatch: pytest.Monke
         for line in remedies(CONFIG, TINY, 2, device, holds(0))
         if ": " in line
     )
-    of = "held-out loss against adamw: "
+    of = "held-out loss against adamw, on a model of 0.66 M parameters: "
     assert costs["micro_batch_size=1"] == ""
     assert costs["optimizer.kind=adamw_8bit"] == (
         f" ({of}-0.0009 ± 0.0002, update 10.8 times as long on a CPU)"
@@ -300,6 +300,24 @@ def test_what_an_optimizer_costs_is_what_its_page_says(monkeypatch: pytest.Monke
     cfg = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(kind="adamw_bf16"))
     line = next(each for each in remedies(cfg, TINY, 2, device, holds(0)) if "  optimizer.master" in each)
     assert line.endswith(f" ({of}not measured)")
+
+
+def test_a_change_of_the_rows_of_a_step_is_said_and_one_that_keeps_them_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def peak(cfg: FinetuneConfig, _: int) -> int:
+        return 10 if cfg.optimizer.in_backward or cfg.parallel.cpu_offload else 91
+
+    monkeypatch.setattr(fit, "dry_run", _planned_as(peak))
+    device = dataclasses.replace(named_device("h100"), memory_bytes=100)
+    cfg = dataclasses.replace(CONFIG, global_batch_size=16, micro_batch_size=1)
+    fitting = [each for each in remedies(cfg, TINY, 1, device, holds(0)) if ", fits" in each]
+    assert keys_of(fitting) == [
+        "optimizer.in_backward=true global_batch_size=1",
+        "parallel.cpu_offload=true parallel.reduce_every_micro_batch=true",
+    ]
+    assert fitting[0].endswith("fits; a step has 1 rows and not 16: that trains differently")
+    assert fitting[1].endswith("fits")
 
 
 def test_a_change_that_cannot_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
