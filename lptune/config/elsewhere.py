@@ -29,6 +29,7 @@ KEYS = {
     "max_steps_per_epoch": "num_steps (of the whole run)",
     "total_steps": "num_steps",
     "learning_rate": "optimizer.lr",
+    "val_size": "data.eval_fraction",
     "lr_scheduler": "schedule",
     "lr_scheduler_type": "schedule.kind",
     "num_warmup_steps": "schedule.warmup_steps",

@@ -98,7 +98,7 @@ def prepare(
             "load_tokenizer(folder, cfg.data.chat_template)"
         )
     check_sources("data.source", cfg.sources)
-    check_sources("data.eval_source", cfg.eval_sources)
+    check_sources("data.eval_source", cfg.eval_sources, cfg.eval_split)
     read = partial(_read_all, cfg, tokenizer, vocab_size, reading)
     sources = read("data.source", cfg.sources, cfg.split)
     report = [line for source in sources for line in source.report]

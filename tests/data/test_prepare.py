@@ -378,7 +378,7 @@ def test_an_evaluation_source_is_read_alike_and_shared_prompts_are_told(
 
 
 def test_the_evaluation_source_has_a_split_of_its_own(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
 
@@ -390,6 +390,13 @@ def test_the_evaluation_source_has_a_split_of_its_own(
     run("a/b", tokenizer, eval_source="a/b", eval_split="test")
     run("a/b", tokenizer, eval_source="c/d", split="dev")
     assert asked == [("a/b", "train"), ("a/b", "test"), ("a/b", "dev"), ("c/d", "dev")]
+    # All files of a folder would be read, those that are trained on among them.
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.jsonl").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"^data.eval_source: .* is on this machine, .* of 'test' as a source"
+    ):
+        run("a/b", tokenizer, eval_source=str(tmp_path / "a"), eval_split="test")
     with pytest.raises(UserError, match=r"data.eval_split: belongs to data.eval_source"):
         DataConfig(source="a/b", eval_split="test")
 

@@ -19,10 +19,8 @@ _TOOLS = ("torchtune", "torchtitan", "axolotl", "llamafactory", "trl")
 @click.option(
     "--world-size",
     type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
     metavar="N",
-    help="Ranks that FILE ran on: rows per step follow from it.",
+    help="Ranks that FILE ran on: rows per step follow from it.  [default: as a script's launcher, else 1]",
 )
 @click.option(
     "--num-steps",
@@ -31,7 +29,7 @@ _TOOLS = ("torchtune", "torchtitan", "axolotl", "llamafactory", "trl")
     help="Optimizer steps of the run of FILE, where it gives only shares of them.",
 )
 def migrate(
-    file: Path, tool: str | None, output: Path | None, world_size: int, num_steps: int | None
+    file: Path, tool: str | None, output: Path | None, world_size: int | None, num_steps: int | None
 ) -> None:
     """Turn FILE, a full fine-tuning config of torchtune, torchtitan, axolotl, LLaMA-Factory or TRL, into one
     of lptune. FILE may be a shell script with a command line of the last two.

@@ -24,8 +24,10 @@ _SCRIPT = re.compile(r"(?:.*/)?(sft|dpo|kto)\.py")
 _FACTORY = re.compile(r"(?:.*/)?(llamafactory-cli|lmf|src/train\.py)")
 
 
-def find(file: Path) -> tuple[str, str, list[str]]:
-    """(tool, command, arguments) of the first command line of TRL or LLaMA-Factory in the script `file`.
+def find(file: Path) -> tuple[str, str, list[str], int | None]:
+    """(tool, command, arguments, ranks) of the first command line of TRL or LLaMA-Factory in the script.
+
+    ranks: that its launcher starts, on one machine; None if it does not say.
 
     Raises UserError where there is none, or where it trains otherwise.
     """
@@ -43,14 +45,23 @@ def find(file: Path) -> tuple[str, str, list[str]]:
         raise UserError(f"{file}: cannot be read as a shell script: {error}") from None
     for words in commands:
         for number, word in enumerate(words):
-            rest = words[number + 1 :]
+            rest, ranks = words[number + 1 :], _ranks(words[:number])
             if word == "trl" and rest and not rest[0].startswith("-"):
-                return "trl", rest[0], rest[1:]
+                return "trl", rest[0], rest[1:], ranks or _ranks(rest)
             if script := _SCRIPT.fullmatch(word):
-                return "trl", script[1], rest
+                return "trl", script[1], rest, ranks
             if _FACTORY.fullmatch(word):
-                return "llamafactory", "train", rest[1:] if rest[:1] == ["train"] else rest
+                return "llamafactory", "train", rest[1:] if rest[:1] == ["train"] else rest, ranks
     raise UserError(f"{file}: has no command line of `trl`, of its scripts, or of `llamafactory-cli train`")
+
+
+def _ranks(words: Sequence[str]) -> int | None:
+    """Of accelerate's, torchrun's and LLaMA-Factory's ways to say it; not over several machines."""
+    found = re.findall(
+        r"(?:--num[-_]processes|--nproc[-_]per[-_]node|\bNPROC_PER_NODE)[= ](\d+)", " ".join(words)
+    )
+    several = re.search(r"(?:--nnodes|--num[-_]machines|\bNNODES)[= ](?!1\b)", " ".join(words))
+    return int(found[0]) if found and not several else None
 
 
 def values(arguments: Sequence[str], file: Path) -> tuple[Path | None, dict[str, Any]]:

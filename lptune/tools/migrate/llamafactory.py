@@ -219,7 +219,7 @@ RULES: Rules = {
     **each("dataset eval_dataset val_size packing neat_packing", later),
     "dataset_dir": drop(NOT_NEEDED, "data.source names the files"),
     "template": _template,
-    "cutoff_len": integer_to("data.seq_len", "longer pairs and chats are cut", 2),
+    "cutoff_len": trainer.row_length,
     "max_samples": integer_to("data.max_rows"),
     "train_on_prompt": to("data.train_on_prompt"),
     "mask_history": if_on(BY_DESIGN, "weight: 0 of a message takes it out of the loss"),

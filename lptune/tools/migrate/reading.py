@@ -28,9 +28,11 @@ _TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "met
 
 
 def migrate(
-    file: Path, tool: str | None = None, *, num_ranks: int = 1, num_steps: int | None = None
+    file: Path, tool: str | None = None, *, num_ranks: int | None = None, num_steps: int | None = None
 ) -> Draft:
     """The draft of `file`, a config of `tool` (found by its content if None).
+
+    num_ranks: that the config ran on; None for those that a script starts, else 1.
 
     Raises UserError (one line) for a file that is no config of a full fine-tuning of one of the tools.
     """
@@ -42,7 +44,8 @@ def migrate(
     found: str | None
     command = ""
     if file.suffix in (".sh", ".bash"):
-        found, command, arguments = command_line.find(file)
+        found, command, arguments, started = command_line.find(file)
+        num_ranks = num_ranks or started
         base, over = command_line.values(arguments, file)
         values = (_read(base) if base is not None else {}) | over
     else:
@@ -52,7 +55,7 @@ def migrate(
         raise UserError(f"{file}: {_what_else(values)}")
     if tool is not None and found is not None and tool != found:
         raise UserError(f"{file}: is a config of {found}, not of {tool}; leave --from out")
-    draft = Draft(tool or found or "", file, values, num_ranks, num_steps, command)
+    draft = Draft(tool or found or "", file, values, num_ranks or 1, num_steps, command)
     TOOLS[draft.tool](draft)
     return draft
 

@@ -67,6 +67,22 @@ def fill_arguments(draft: Draft, defaults: Mapping[str, object], recomputes: boo
     if not evaluates:
         draft.set("eval_every_steps", 0, *draft.given("eval_steps"))
     set_defaults(draft, _DEFAULTS | dict(defaults))
+    if draft.get("save_steps") is not None and draft.get("save_total_limit") is None:
+        draft.assumed.append(
+            "the newest 2 checkpoints are enough. All are kept there without save_total_limit; "
+            "checkpoint.keep_last=N keeps more."
+        )
+
+
+def row_length(draft: Draft, key: str, value: Any) -> None:
+    """data.seq_len from the length of a document. A row of preferences holds two documents, and cuts none."""
+    length = draft.integer(key, 1, 2)
+    if draft.recipe == "full_dpo":
+        note = "twice theirs, for both answers with their prompts; longer preferences are dropped"
+        draft.set("data.seq_len", 2 * length, key, note=note)
+    else:
+        longer = "answers are dropped" if draft.recipe == "full_kto" else "pairs and chats are cut"
+        draft.set("data.seq_len", length, key, note=f"longer {longer}")
 
 
 def _set_schedule(draft: Draft) -> None:

@@ -380,6 +380,7 @@ def test_a_command_line_goes_over_the_file_that_it_names(tmp_path: Path) -> None
     script.write_text(
         "set -e\nexport HF_HOME=/x  # --no flag\n"
         "accelerate launch --num_processes 8 --module trl dpo --config theirs.yaml \\\n"
+        "    --max_length 512 --save_steps 10 "
         "    --learning_rate=2e-6 --no_packing --gradient_checkpointing False --output_dir $OUT > log 2>&1\n"
     )
     draft = migrate(script)
@@ -390,6 +391,13 @@ def test_a_command_line_goes_over_the_file_that_it_names(tmp_path: Path) -> None
     assert (found["activation_checkpointing"], found["output_dir"]) == ("none", "$OUT")
     assert found["data.packing"] is False
     assert counts(draft)[UNKNOWN] == 0
+    # Of the launcher: 8 rows (the Trainer's default) on 8 ranks. A preference is two documents of a row.
+    assert (found["global_batch_size"], found["data.seq_len"]) == (64, 1024)
+    assert any("newest 2 checkpoints" in each for each in draft.assumed)
+    assert settings(migrate(script, num_ranks=2))["global_batch_size"] == 16
+    for before, rows in (("torchrun --nproc_per_node=4", 32), ("torchrun --nnodes 2 --nproc-per-node=4", 8)):
+        script.write_text(f"{before} trl/scripts/sft.py --model_name_or_path a/b\n")
+        assert settings(migrate(script))["global_batch_size"] == rows
 
     factory = NAMED["llamafactory_qwen3_full_sft"]
     script.write_text(f"FORCE_TORCHRUN=1 llamafactory-cli train {factory} learning_rate=3e-5 stage=pt\n")
