@@ -7,7 +7,7 @@ import click
 
 from lptune.base.errors import UserError
 from lptune.cli import catalog, planned_model, preflight, recipe
-from lptune.config import RunConfig, data_files, entries
+from lptune.config import RunConfig, check_sources, data_files, entries
 
 
 @click.command()
@@ -49,6 +49,10 @@ def validate(
     cfg = recipe.load(recipe_path, path, overrides)
     if isinstance(cfg, RunConfig) and world_size is not None:
         cfg.check_ranks(world_size)
+    if isinstance(cfg, RunConfig):
+        for name, of, split in (("source", cfg.data.sources, None),
+                                ("eval_source", cfg.data.eval_sources, cfg.data.eval_split)):  # fmt: skip
+            check_sources(f"data.{name}", [each for each in of if _is_here(each.source)], split)
     if recipe_path in catalog.recipes().values():  # a copied recipe may read its model from anywhere
         preflight.check_models(cfg, may_be_absent=True)
     from lptune.config import key_paths  # slow to import

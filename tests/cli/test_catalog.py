@@ -86,6 +86,12 @@ def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> No
     )
     assert stdout.splitlines()[1:] == ["note: data.source: rows.jsonl does not exist here yet"]
     assert command("validate", "c.yaml", "seed=x")[0] == 2
+    # Of a folder all files would be read, those that are trained on among them.
+    Path("rows").mkdir()
+    Path("rows/train.jsonl").write_text("{}")
+    code, _, stderr = command("validate", "c.yaml", "data.eval_source=rows", "data.eval_split=test")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert stderr.startswith("error: data.eval_source: rows is on this machine, and only ")
 
 
 def test_without_a_command_the_help_is_shown(command: Command) -> None:

@@ -34,7 +34,8 @@ _OF_DPO = (
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 _LOSSES_OF_SFT = {"nll", "chunked_nll", "dft"}
-_DEFAULTS = {"data.seq_len": 1024, "compute_dtype": "bfloat16"}
+_LENGTH = 1024
+_DEFAULTS = {"data.seq_len": _LENGTH, "compute_dtype": "bfloat16"}
 
 
 def fill(draft: Draft) -> None:
@@ -56,8 +57,10 @@ def fill(draft: Draft) -> None:
         for key in draft.given("loss_type"):
             is_kto = draft.get(key) == "kto"
             draft.drop(key, NOT_NEEDED if is_kto else NOT_OFFERED, "" if is_kto else "kto is offered")
-    rate = 2e-5 if command == "sft" else 1e-6
-    trainer.fill_arguments(draft, _DEFAULTS | {"optimizer.lr": rate}, recomputes=True)
+    defaults = {**_DEFAULTS, "optimizer.lr": 2e-5 if command == "sft" else 1e-6}
+    if command == "dpo":  # a row holds both answers
+        defaults["data.seq_len"] = 2 * _LENGTH
+    trainer.fill_arguments(draft, defaults, recomputes=True)
 
 
 def _command(draft: Draft) -> str:

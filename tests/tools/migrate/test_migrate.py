@@ -398,6 +398,8 @@ def test_a_command_line_goes_over_the_file_that_it_names(tmp_path: Path) -> None
     for before, rows in (("torchrun --nproc_per_node=4", 32), ("torchrun --nnodes 2 --nproc-per-node=4", 8)):
         script.write_text(f"{before} trl/scripts/sft.py --model_name_or_path a/b\n")
         assert settings(migrate(script))["global_batch_size"] == rows
+    script.write_text("trl dpo --model_name_or_path a/b\n")
+    assert settings(migrate(script))["data.seq_len"] == 2048  # the default of TRL is for one answer, too
 
     factory = NAMED["llamafactory_qwen3_full_sft"]
     script.write_text(f"FORCE_TORCHRUN=1 llamafactory-cli train {factory} learning_rate=3e-5 stage=pt\n")
