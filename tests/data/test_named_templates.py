@@ -4,6 +4,7 @@ The texts are those of the published templates (of the instruct checkpoints, and
 their model cards), rendered by transformers.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,14 @@ def test_a_familys_tokenizer_without_its_tokens_for_a_system_message_is_told_tho
     note = note_on_missing("mistral", ["[INST]", "[/INST]"])
     assert "=mistral: [SYSTEM_PROMPT], [/SYSTEM_PROMPT] are" in note
     assert "fits" not in note
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("zephyr", True), ("llama3", False)])
+def test_a_template_without_the_start_token_that_the_tokenizer_puts_before_text_is_told(
+    assets: Path, name: str, is_told: bool
+) -> None:
+    told = load_tokenizer(assets / "tokenizers" / "llama2", name).template_note
+    assert ("rows do not begin with <" in told) == is_told
 
 
 def test_a_misspelt_name_is_told_the_names(tokenizer_folder: Make) -> None:
