@@ -118,8 +118,8 @@ def prepare(
                 f"note: {shared:,} of {evaluation.num_documents:,} documents of {_names(cfg.eval_sources)} "
                 f"have a prompt of {_names(cfg.sources)}"
             )
-    if (note := tokenizer.template_note) and not all(source.is_text for source in sources):
-        report.append(f"note: {note}")
+    if not all(source.is_text for source in sources):
+        report += [f"note: {note}" for note in (tokenizer.template_note, tokenizer.start_note) if note]
     train, shares = _weigh(cfg, documents, numbers, seed, size)
     pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
     train_rows = _pack(cfg, train, seed, pad_id, size)

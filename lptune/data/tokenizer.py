@@ -294,19 +294,20 @@ class Tokenizer:
 
     @property
     def template_note(self) -> str:
-        """What to say where the named template writes tokens that this tokenizer has not, or leaves out those
-        that it puts before text; else empty.
-        """
+        """What to say where the named template writes tokens that this tokenizer has not; else empty."""
         added = self.backend.get_added_tokens_decoder().values()
-        notes = [note_on_missing(self.given_template, {token.content for token in added})]
-        if self.prefix_ids and "bos_token" not in NAMED_TEMPLATES.get(self.given_template or "", "bos_token"):
-            first = self.backend.decode(list(self.prefix_ids), skip_special_tokens=False)
-            notes.append(
-                f"data.chat_template={self.given_template}: rows do not begin with {first}, which this "
-                "tokenizer puts before text; a server that adds it to chats (llama.cpp) asks otherwise than "
-                "the rows do"
-            )
-        return "; ".join(filter(None, notes))
+        return note_on_missing(self.given_template, {token.content for token in added})
+
+    @property
+    def start_note(self) -> str:
+        """What to say where the named template leaves out what the tokenizer puts before text; else empty."""
+        if not self.prefix_ids or "bos_token" in NAMED_TEMPLATES.get(self.given_template or "", "bos_token"):
+            return ""
+        first = self.backend.decode(list(self.prefix_ids), skip_special_tokens=False)
+        return (
+            f"data.chat_template={self.given_template}: rows do not begin with {first}, which this tokenizer "
+            "puts before text; a server that adds it to chats (llama.cpp) asks otherwise than the rows do"
+        )
 
     @cached_property
     def special_texts(self) -> frozenset[str]:

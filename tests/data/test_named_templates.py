@@ -128,10 +128,14 @@ def test_a_familys_tokenizer_without_its_tokens_for_a_system_message_is_told_tho
 
 @pytest.mark.parametrize(("name", "is_told"), [("zephyr", True), ("llama3", False)])
 def test_a_template_without_the_start_token_that_the_tokenizer_puts_before_text_is_told(
-    assets: Path, name: str, is_told: bool
+    assets: Path, jsonl: Write, name: str, is_told: bool
 ) -> None:
-    told = load_tokenizer(assets / "tokenizers" / "llama2", name).template_note
-    assert ("rows do not begin with <" in told) == is_told
+    cfg = DataConfig(
+        source=jsonl({"question": "a", "answer": "b"}), chat_template=name, cache="none", seq_len=64
+    )
+    tokenizer = load_tokenizer(assets / "tokenizers" / "llama2", name)
+    report = prepare(cfg, tokenizer, seed=0, vocab_size=tokenizer.vocab_size).report
+    assert any("rows do not begin with <s>, which" in line for line in report) == is_told
 
 
 def test_a_misspelt_name_is_told_the_names(tokenizer_folder: Make) -> None:
