@@ -186,13 +186,17 @@ class RunCopy:
         if not steps:
             return
         is_continued = bool(list_checkpoints(self._folder.checkpoints))
-        here = read_object(self._folder.path / "run.json", missing={}).get("id") if is_continued else None
-        there = (object_of(self._storage.read("run.json") or b"") or {}).get("id")
+        here, there = self._ids()
         is_new = not is_continued and (found is not None or resume != "auto")
-        if is_new or (here and there and here != there):
+        if is_new or (is_continued and here and there and here != there):
             todo = "choose another" + ", or continue that one with resume=auto" * (resume == "none")
             what = f"has another run, until step {steps[0]}"
             raise UserError(f"{_KEY}: {self._storage.address}: {what}; {todo}")
+
+    def _ids(self) -> tuple[str | None, str | None]:
+        """The ids of the run in output_dir and of that at the address."""
+        here = read_object(self._folder.path / "run.json", missing={})
+        return here.get("id"), (object_of(self._storage.read("run.json") or b"") or {}).get("id")
 
     def _check_place(self) -> None:
         """Raises UserError if nothing can be written to the address, or what is written is in output_dir."""
@@ -278,8 +282,7 @@ class RunCopy:
         """Copies the files `names` of `folder` on each rank, the files beside it, and the seal."""
         with group.together(_ERRORS, why):
             if self._world.is_main:
-                here = read_object(self._folder.path / "run.json", missing={}).get("id")
-                there = (object_of(self._storage.read("run.json") or b"") or {}).get("id")
+                here, there = self._ids()
                 if here != (there or here) and self._steps():  # it began after this one had looked
                     raise UserError(f"{self._storage.address}: has another run; choose another address")
                 for step, found in self._found().items():

@@ -15,11 +15,13 @@ from functools import partial
 from pathlib import Path
 
 from lptune.base.errors import UserError, command_to_install
-from lptune.base.files import TEMPORARY, fsync_path
+from lptune.base.files import MEBI, TEMPORARY, fsync_path
 from lptune.checkpoint.load import in_threads
 
 _AT_ONCE = 2
 """Files that a process copies at the same time. s3fs divides each by itself, and holds half a GB of it."""
+_MAX_BYTES = 1024 * MEBI
+"""Of an object that is read as a whole: the largest is a manifest."""
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
 """What fsspec needs for a protocol."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -81,10 +83,10 @@ class Storage:
         in_threads([partial(get, name) for name in names], _AT_ONCE)
 
     def read(self, name: str) -> bytes | None:
-        """The content of an object; None if there is none."""
+        """The content of an object, at most 1 GiB of it; None if there is none."""
         # From 0, or the size would be asked for first: a store that refuses that gives no reason.
         with suppress(FileNotFoundError), self._named(name, missing_too=False):
-            return bytes(self._files.cat_file(self._path(name), start=0))
+            return bytes(self._files.cat_file(self._path(name), start=0, end=_MAX_BYTES))
         return None
 
     def write(self, name: str, content: bytes) -> None:

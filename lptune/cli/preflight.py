@@ -38,7 +38,7 @@ def check(
     with suppress(OSError):  # the library reports what cannot be read
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
-        check_sources("data.eval_source", cfg.data.eval_sources, cfg.data.eval_split)
+        check_sources("data.eval_source", cfg.data.eval_sources)
     check_models(cfg)
 
 

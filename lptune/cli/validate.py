@@ -50,9 +50,8 @@ def validate(
     if isinstance(cfg, RunConfig) and world_size is not None:
         cfg.check_ranks(world_size)
     if isinstance(cfg, RunConfig):
-        for name, of, split in (("source", cfg.data.sources, None),
-                                ("eval_source", cfg.data.eval_sources, cfg.data.eval_split)):  # fmt: skip
-            check_sources(f"data.{name}", [each for each in of if _is_here(each.source)], split)
+        for key, of in (("data.source", cfg.data.sources), ("data.eval_source", cfg.data.eval_sources)):
+            check_sources(key, [each for each in of if _is_here(each.source)])
     if recipe_path in catalog.recipes().values():  # a copied recipe may read its model from anywhere
         preflight.check_models(cfg, may_be_absent=True)
     from lptune.config import key_paths  # slow to import

@@ -10,7 +10,7 @@ The checks here look at values only. Whether a file exists, a tensor fits or a k
 the code that opens the file, loads the tensor or runs the kernel.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lptune.base.errors import UserError
@@ -143,8 +143,10 @@ class DataConfig:
 
     @property
     def eval_sources(self) -> tuple[SourceConfig, ...]:
-        """`eval_source` as a tuple of entries; empty if it is not set."""
-        return entries(self.eval_source)
+        """`eval_source` as a tuple of entries, with `eval_split` where they name no split; empty if it is not
+        set.
+        """
+        return tuple(replace(each, split=each.split or self.eval_split) for each in entries(self.eval_source))
 
 
 @dataclass(frozen=True, kw_only=True)

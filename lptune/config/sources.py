@@ -138,12 +138,11 @@ def left_out(source: str) -> list[str]:
     return sorted(name for name in names if not name.startswith(".") and not _is_known(name))
 
 
-def check_sources(key: str, sources: Sequence[SourceConfig], split: str | None = None) -> None:
+def check_sources(key: str, sources: Sequence[SourceConfig]) -> None:
     """Raises UserError where a source has no file, where a file would be read twice in the same way, or where
     a split is asked of files, which have none.
 
-    key: data.source or data.eval_source, for the message of the UserError (one line). split: that the config
-    names for sources without one of their own.
+    key: data.source or data.eval_source, for the message of the UserError (one line).
     """
     seen: dict[tuple[Any, SourceConfig], str] = {}
     for entry in sources:
@@ -151,10 +150,10 @@ def check_sources(key: str, sources: Sequence[SourceConfig], split: str | None =
             files = data_files(entry.source)
         except UserError as error:
             raise UserError(str(error).replace("data.source", key)) from None
-        if files is not None and (asked := entry.split or split):
+        if files is not None and entry.split:
             raise UserError(
                 f"{key}: {entry.source} is on this machine, and only data sets of the hub have splits; name "
-                f"the files of {asked!r} as a source, and leave the split out"
+                f"the files of {entry.split!r} as a source, and leave the split out"
             )
         reading = replace(entry, source="", name=None, weight=1.0)
         for name in [entry.source] if files is None else map(str, files):

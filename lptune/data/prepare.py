@@ -98,9 +98,9 @@ def prepare(
             "load_tokenizer(folder, cfg.data.chat_template)"
         )
     check_sources("data.source", cfg.sources)
-    check_sources("data.eval_source", cfg.eval_sources, cfg.eval_split)
+    check_sources("data.eval_source", cfg.eval_sources)
     read = partial(_read_all, cfg, tokenizer, vocab_size, reading)
-    sources = read("data.source", cfg.sources, cfg.split)
+    sources = read("data.source", cfg.sources)
     report = [line for source in sources for line in source.report]
     documents, evaluation = joined([source.documents for source in sources]), None
     numbers = _numbers(sources)
@@ -109,7 +109,7 @@ def prepare(
         evaluation = documents.select(np.flatnonzero(held_out_N))
         numbers = [numbers_N[~held_out_N[numbers_N]] for numbers_N in numbers]
     elif cfg.eval_sources:
-        evaluated = read("data.eval_source", cfg.eval_sources, cfg.eval_split or cfg.split)
+        evaluated = read("data.eval_source", cfg.eval_sources)
         evaluation = joined([source.documents for source in evaluated])
         report += [line for source in evaluated for line in source.report]
         shared = np.isin(evaluation.prompt_keys_N, documents.prompt_keys_N).sum()
@@ -169,8 +169,7 @@ def prepare_evaluation(
     key = "data.eval_source" if cfg.eval_sources else "data.source"
     entries = cfg.eval_sources or cfg.sources
     check_sources(key, entries)
-    split = (cfg.eval_split or cfg.split) if cfg.eval_sources else cfg.split
-    sources = _read_all(cfg, tokenizer, vocab_size, "answers", key, entries, split)
+    sources = _read_all(cfg, tokenizer, vocab_size, "answers", key, entries)
     report = [line for source in sources for line in source.report]
     documents, numbers = joined([source.documents for source in sources]), _numbers(sources)
     if cfg.eval_fraction:
@@ -235,12 +234,11 @@ def _read_all(
     reading: str,
     key: str,
     entries: Sequence[SourceConfig],
-    split: str,
 ) -> list[_Source]:
-    """Reads all sources of `key`. split: for entries without a split of their own."""
+    """Reads all sources of `key`; those without a split of their own, `cfg.split` of it."""
     sources = []
     for number, entry in enumerate(entries):
-        keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None, "split": split}
+        keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None}
         own = {name: value for name, value in asdict(entry).items() if value is not None}
         keys |= {name: value for name, value in own.items() if name not in ("name", "weight")}
         try:

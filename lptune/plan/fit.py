@@ -100,8 +100,8 @@ class Tried:
         is_other = bool(self.change.keys() & {"optimizer.kind", "optimizer.master"})
         end = ("fits" if self.fits else "does not fit") + f" ({_cost(self.cfg.optimizer)})" * is_other
         if self.fits and self.changes_rows:
-            rows = self.cfg.global_batch_size
-            end += f"; a step has {rows} rows and not {self.rows_before}: that trains differently"
+            rows = "1 row" if self.cfg.global_batch_size == 1 else f"{self.cfg.global_batch_size} rows"
+            end += f"; a step has {rows} and not {self.rows_before}: that trains differently"
         return f"  {self.words}: a peak of {peak}{host_text} a rank, {end}"
 
 

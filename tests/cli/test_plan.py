@@ -198,7 +198,7 @@ def test_a_config_keeps_the_rows_of_a_step_where_the_host_is_known_to_have_room(
     code, out, _ = command("plan", *TINY, *keys, *words, "--write", "my.yaml")
     assert code == 0
     assert recipe.load(catalog.find_recipe("full_finetune"), Path("my.yaml"), ()).global_batch_size == rows
-    assert "a step has 1 rows and not 32" in " ".join(out.split())
+    assert "a step has 1 row and not 32" in " ".join(out.split())
     assert ("`--host-memory GB` looks for" in out) == (not words)
 
 

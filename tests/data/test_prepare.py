@@ -17,7 +17,15 @@ from tokenizers import models, pre_tokenizers
 
 from lptune.base.errors import UserError
 from lptune.config import DataConfig
-from lptune.data import Prepared, Tokenizer, layout, load_tokenizer, prepare, tokenization
+from lptune.data import (
+    Prepared,
+    Tokenizer,
+    layout,
+    load_tokenizer,
+    prepare,
+    prepare_evaluation,
+    tokenization,
+)
 from lptune.data.order import split_by_prompt
 from lptune.data.sources import Row
 from tests.helpers.chat_templates import (
@@ -393,10 +401,12 @@ def test_the_evaluation_source_has_a_split_of_its_own(
     # All files of a folder would be read, those that are trained on among them.
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "train.jsonl").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"^data.eval_source: .* is on this machine, .* of 'test' as a source"
-    ):
-        run("a/b", tokenizer, eval_source=str(tmp_path / "a"), eval_split="test")
+    here: dict[str, Any] = {"eval_source": str(tmp_path / "a"), "eval_split": "test"}
+    refused = r"^data.eval_source: .* is on this machine, .* of 'test' as a source"
+    with pytest.raises(UserError, match=refused):
+        run("a/b", tokenizer, **here)
+    with pytest.raises(UserError, match=refused):
+        prepare_evaluation(DataConfig(source="a/b", **here), tokenizer, seed=0, vocab_size=1000)
     with pytest.raises(UserError, match=r"data.eval_split: belongs to data.eval_source"):
         DataConfig(source="a/b", eval_split="test")
 

@@ -171,6 +171,28 @@ def test_one_compiled_graph_serves_all_blocks_and_steps_and_one_the_head_and_the
     assert float(compiled["loss"]) == pytest.approx(float(eager["loss"]), rel=1e-4)
 
 
+def test_a_whole_model_is_one_graph_with_the_gradients_of_an_eager_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiles = torch.compile  # by a backend that writes no C++; graphs and ops are the same
+    monkeypatch.setattr(torch, "compile", lambda *args, **keys: compiles(*args, **keys, backend="aot_eager"))
+    parallel = ParallelConfig(reshard_after_forward=False)
+    with distributed.session("cpu") as world:
+        precision = PrecisionConfig(kind="int8_rowcol")
+        compiled, eager = (
+            _gradients(world, _config(compile=how, precision=precision, parallel=parallel), tied=False)
+            for how in ("model", "none")
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert compiled.keys() == eager.keys()
+    for name, tensor in eager.items():
+        assert torch.equal(compiled[name], tensor), name
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_a_block_of_your_own_is_recomputed_with_the_dropout_of_its_forward(mode: str) -> None:
     def gradient(mode: str) -> torch.Tensor:

@@ -316,7 +316,7 @@ def test_a_change_of_the_rows_of_a_step_is_said_and_one_that_keeps_them_is_looke
         "optimizer.in_backward=true global_batch_size=1",
         "parallel.cpu_offload=true parallel.reduce_every_micro_batch=true",
     ]
-    assert fitting[0].endswith("fits; a step has 1 rows and not 16: that trains differently")
+    assert fitting[0].endswith("fits; a step has 1 row and not 16: that trains differently")
     assert fitting[1].endswith("fits")
 
 

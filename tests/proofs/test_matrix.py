@@ -10,8 +10,8 @@ from tests.proofs import matrix
 
 def _marked(cell: matrix.Cell) -> Any:
     """Slow: compiled cells, 5 to 25 s each. Layers of every kind are compiled in linear/test_devices.py,
-    blocks in linear/weights/test_compute_weights.py, a history that the graph writes in
-    distributed/test_gather.py, a whole model in recipes/test_full_finetune.py.
+    blocks in recipes/test_full_finetune.py, a history that the graph writes in distributed/test_gather.py, a
+    whole model in distributed/test_parallelize.py.
     """
     is_slow = cell.compile != "none"
     return pytest.param(cell, id=",".join(cell), marks=[pytest.mark.slow] if is_slow else [])

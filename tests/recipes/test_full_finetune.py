@@ -147,8 +147,7 @@ def test_memory_settings_do_not_change_a_bit_compilation_hardly_and_another_seed
         assert found(overrides[0], *overrides)[0] == eager, overrides
     assert found("another", "seed=2")[0] != eager
 
-    # The whole model; blocks are compiled in tests/linear and tests/distributed.
-    keys = ("compile=model", "activation_checkpointing=selective")
+    keys = ("compile=block", "activation_checkpointing=selective")
     compiled, done = found("compiled", *keys, TORCH_LOGS="recompiles")
     assert "verified:" in done.stdout
     assert "Recompiling" not in done.stderr

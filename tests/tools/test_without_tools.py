@@ -28,7 +28,6 @@ def lptune(copy: Path, *arguments: str, folder: Path) -> Finished:
     return cold.run(*cold.LPTUNE, *arguments, folder=folder, PYTHONPATH=str(copy))
 
 
-@pytest.mark.slow  # tests/test_architecture.py holds that nothing outside imports a tool
 def test_a_run_is_trained_saved_resumed_and_exported(copy: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "tiny.yaml", make_checkpoint(tmp_path / "tiny"), tmp_path / "run")
     run = tmp_path / "run"

@@ -45,23 +45,23 @@ def find(file: Path) -> tuple[str, str, list[str], int | None]:
         raise UserError(f"{file}: cannot be read as a shell script: {error}") from None
     for words in commands:
         for number, word in enumerate(words):
-            rest, ranks = words[number + 1 :], _ranks(words[:number])
+            before, rest = words[:number], words[number + 1 :]
             if word == "trl" and rest and not rest[0].startswith("-"):
-                return "trl", rest[0], rest[1:], ranks or _ranks(rest)
+                return "trl", rest[0], rest[1:], _ranks(before) or _ranks(rest)
             if script := _SCRIPT.fullmatch(word):
-                return "trl", script[1], rest, ranks
+                return "trl", script[1], rest, _ranks(before)
             if _FACTORY.fullmatch(word):
-                return "llamafactory", "train", rest[1:] if rest[:1] == ["train"] else rest, ranks
+                given = rest[1:] if rest[:1] == ["train"] else rest
+                return "llamafactory", "train", given, _ranks(before)
     raise UserError(f"{file}: has no command line of `trl`, of its scripts, or of `llamafactory-cli train`")
 
 
 def _ranks(words: Sequence[str]) -> int | None:
     """Of accelerate's, torchrun's and LLaMA-Factory's ways to say it; not over several machines."""
-    found = re.findall(
-        r"(?:--num[-_]processes|--nproc[-_]per[-_]node|\bNPROC_PER_NODE)[= ](\d+)", " ".join(words)
-    )
-    several = re.search(r"(?:--nnodes|--num[-_]machines|\bNNODES)[= ](?!1\b)", " ".join(words))
-    return int(found[0]) if found and not several else None
+    text = " ".join(words)
+    found = re.search(r"(?:--num[-_]processes|--nproc[-_]per[-_]node|\bNPROC_PER_NODE)[= ](\d+)", text)
+    several = re.search(r"(?:--nnodes|--num[-_]machines|\bNNODES)[= ](?!1\b)", text)
+    return int(found[1]) if found and not several else None
 
 
 def values(arguments: Sequence[str], file: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -74,15 +74,21 @@ def fill_arguments(draft: Draft, defaults: Mapping[str, object], recomputes: boo
         )
 
 
+_LONGER = {
+    "full_dpo": "twice theirs, for both answers with their prompts; longer preferences are dropped",
+    "full_kto": "longer answers are dropped",
+}
+
+
+def of_row(draft: Draft, length: int) -> int:
+    """data.seq_len for documents of `length` tokens: a row of preferences holds two, and cuts none."""
+    return length * (2 if draft.recipe == "full_dpo" else 1)
+
+
 def row_length(draft: Draft, key: str, value: Any) -> None:
-    """data.seq_len from the length of a document. A row of preferences holds two documents, and cuts none."""
-    length = draft.integer(key, 1, 2)
-    if draft.recipe == "full_dpo":
-        note = "twice theirs, for both answers with their prompts; longer preferences are dropped"
-        draft.set("data.seq_len", 2 * length, key, note=note)
-    else:
-        longer = "answers are dropped" if draft.recipe == "full_kto" else "pairs and chats are cut"
-        draft.set("data.seq_len", length, key, note=f"longer {longer}")
+    """data.seq_len from the length of a document."""
+    note = _LONGER.get(draft.recipe, "longer pairs and chats are cut")
+    draft.set("data.seq_len", of_row(draft, draft.integer(key, 1, 2)), key, note=note)
 
 
 def _set_schedule(draft: Draft) -> None:

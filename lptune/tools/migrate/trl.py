@@ -34,8 +34,7 @@ _OF_DPO = (
 _OF_KTO = ("desirable_weight", "undesirable_weight")
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 _LOSSES_OF_SFT = {"nll", "chunked_nll", "dft"}
-_LENGTH = 1024
-_DEFAULTS = {"data.seq_len": _LENGTH, "compute_dtype": "bfloat16"}
+_LENGTH = 1024  # of a document, if max_length is not given
 
 
 def fill(draft: Draft) -> None:
@@ -57,9 +56,11 @@ def fill(draft: Draft) -> None:
         for key in draft.given("loss_type"):
             is_kto = draft.get(key) == "kto"
             draft.drop(key, NOT_NEEDED if is_kto else NOT_OFFERED, "" if is_kto else "kto is offered")
-    defaults = {**_DEFAULTS, "optimizer.lr": 2e-5 if command == "sft" else 1e-6}
-    if command == "dpo":  # a row holds both answers
-        defaults["data.seq_len"] = 2 * _LENGTH
+    defaults = {
+        "data.seq_len": trainer.of_row(draft, _LENGTH),
+        "compute_dtype": "bfloat16",
+        "optimizer.lr": 2e-5 if command == "sft" else 1e-6,
+    }
     trainer.fill_arguments(draft, defaults, recomputes=True)
 
 

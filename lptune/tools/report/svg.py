@@ -153,17 +153,17 @@ def differences(rows: Sequence[Row]) -> Html:
     axis = linear(min(0.0, *lows, 0.0), max(0.0, *highs, 0.0))
     names = [shown(name, _NAME) for name in ends]
     left, line, bottom = 16 + 6 * max(map(len, names), default=0), 20, TOP + 20 * len(ends)
-    width = left + WIDTH // 2
+    plot = WIDTH // 2
 
     def x(value: float) -> str:
-        return f"{left + float(axis.place(np.array(value))) * (WIDTH // 2 - RIGHT):.1f}"
+        return f"{left + float(axis.place(np.array(value))) * (plot - RIGHT):.1f}"
 
     grid = "".join(f"M{x(tick)} {TOP}V{bottom}" for tick in axis.ticks)
     every = -(-len(axis.ticks) // 4)  # labels that have room, that of 0 among them
     first = int(np.argmin(np.abs(axis.ticks))) % every
     texts = list(zip(axis.labels, map(x, axis.ticks), strict=True))[first::every]
     drawn = [
-        tag("rect", klass="paper", width=width, height=bottom + BOTTOM, fill="#fff"),
+        tag("rect", klass="paper", width=left + plot, height=bottom + BOTTOM, fill="#fff"),
         tag("path", klass="grid", d=grid, stroke="#e4e6ea"),
         tag("path", klass="base", d=f"M{x(0.0)} {TOP}V{bottom}", stroke="#9aa0a8"),
         *(tag("text", text, x=at, y=bottom + 17, text_anchor="middle") for text, at in texts),
@@ -176,7 +176,11 @@ def differences(rows: Sequence[Row]) -> Html:
         dot = tag("circle", klass="interval", cx=x(mean), cy=y, r=3, fill=COLOURS[0])
         drawn += [interval, dot, tag("text", name, x=left - 8, y=y + 4, text_anchor="end")]
     said = "; ".join(f"{name}: {mean:+.4g} ± {half:.4g}" for name, (mean, half) in ends.items())
-    looks = {"font-family": "sans-serif", "font-size": "11", "viewBox": f"0 0 {width} {bottom + BOTTOM}"}
+    looks = {
+        "font-family": "sans-serif",
+        "font-size": "11",
+        "viewBox": f"0 0 {left + plot} {bottom + BOTTOM}",
+    }
     return tag("svg", *drawn, xmlns="http://www.w3.org/2000/svg", **looks, role="img", aria_label=said)
 
 

@@ -46,7 +46,7 @@ def _convert(model: nn.Module, kind: str) -> linear.Plan:
     return linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int")))
 
 
-# Compiled, every kind is counted in test_matrix.py, and one below.
+# Compiled, every kind is counted in test_devices.py.
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [*((kind, False) for kind in KINDS), pytest.param("int8_rowcol", True, marks=pytest.mark.slow)],
