@@ -27,6 +27,14 @@ class UserError(ValueError):
         super().__init__(printable(with_addresses(" ".join(message.split()))))
 
 
+class UnavailableError(UserError):
+    """A machine or a service does not answer now. The same command may work later, so it ends as a failure
+    that is tried again (`--restarts`, the exit codes of a cluster's job), and not as wrong input.
+    """
+
+    exit_code = 1
+
+
 class ChoiceError(UserError):
     """The value of a key is none of its choices."""
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.base.files import TEMPORARY, kind_of, object_of, read_object
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.base.text import size_text
@@ -158,7 +158,8 @@ class RunCopy:
 
         def line_of(error: Exception) -> str:
             if isinstance(error, StorageError):
-                return f"{_KEY}: {error}; mend it, or leave the key out"
+                todo = "wait for it" if isinstance(error, UnavailableError) else "mend it"
+                return f"{_KEY}: {error}; {todo}, or leave the key out"
             return str(error) if isinstance(error, UserError) else f"output_dir: {why(error)}"
 
         with group.together(_ERRORS, line_of):

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from lptune.base.errors import UserError, command_to_install
+from lptune.base.errors import UnavailableError, UserError, command_to_install
 from lptune.base.files import MEBI, TEMPORARY, fsync_path
 from lptune.checkpoint.load import in_threads
 
@@ -25,10 +25,18 @@ _MAX_BYTES = 1024 * MEBI
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
 """What fsspec needs for a protocol."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_BUSY = (errno.EBUSY, errno.EIO)
+"""What s3fs makes of the storage's own failures (500, 503)."""
+_NO_ANSWER = {"ConnectionError", "TimeoutError", "HTTPClientError", "ClientConnectionError"}
+"""Names of classes, of the standard library and of what fsspec's file systems are built on."""
 
 
 class StorageError(UserError):
-    """The storage, or the way to it, has failed. The message names the object and the reason."""
+    """The storage has refused something. The message names the object and the reason."""
+
+
+class NoAnswerError(StorageError, UnavailableError):
+    """The storage, or the way to it, does not work now."""
 
 
 class Storage:
@@ -132,4 +140,7 @@ class Storage:
             # Without the file's name: a copy to a full disk names the file that was read.
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             what = f"{self.address}/{name}".rstrip("/")
-            raise StorageError(f"{what}: {reason.rstrip('.')}") from error
+            names = {cls.__name__ for cls in type(error).__mro__}
+            no_answer = names & _NO_ANSWER or getattr(error, "errno", None) in _BUSY
+            cls = NoAnswerError if no_answer else StorageError
+            raise cls(f"{what}: {reason.rstrip('.')}") from error

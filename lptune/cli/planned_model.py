@@ -38,7 +38,8 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:
     """The options that tell the number of ranks, `world_size`; `default` if none is given. They are
-    --world-size, and those of `lptune run`, so that its command line can be tried as it stands.
+    --world-size, and those of `lptune run`, so that its command line can be tried as it stands. Options that
+    only a launch reads are taken and left alone.
     """
     usual = "" if default is None else f"  [{default}]"
 
@@ -57,7 +58,20 @@ def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[.
             world_size = _count("--nnodes", nnodes) * _count("--nproc-per-node", nproc_per_node)
         return command(*args, world_size=world_size or default, **kwargs)
 
+    for name in _OF_A_LAUNCH:
+        of_ranks = click.option(name, hidden=True, expose_value=False)(of_ranks)
     return of_ranks
+
+
+_OF_A_LAUNCH = (
+    "--restarts",
+    "--hang-timeout",
+    "--rdzv-endpoint",
+    "--rdzv-conf",
+    "--rdzv-id",
+    "--node-rank",
+    "--local-addr",
+)
 
 
 def _count(name: str, value: str | None) -> int:

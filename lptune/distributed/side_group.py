@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.distributed.session import World
 
 _TIMEOUT = timedelta(hours=3)
@@ -53,20 +53,21 @@ class SideGroup:
     def together(
         self, errors: tuple[type[Exception], ...], line_of: Callable[[Exception], str]
     ) -> Iterator[None]:
-        """A block of work. After it, either all ranks go on, or all raise UserError.
+        """A block of work. After it, either all ranks go on, or all raise UserError (UnavailableError, if the
+        errors of all ranks that failed are such).
 
         errors: exceptions that are failures of the user's machine or input. line_of: makes the message of
         one; the message of the first rank that failed is raised everywhere. Any other exception is raised on
         its rank only; the other ranks then wait for a rank that is gone, and the launcher ends them.
         """
-        line = None
+        line, is_lasting = None, False
         try:
             yield
         except errors as error:
-            line = line_of(error)
+            line, is_lasting = line_of(error), not isinstance(error, UnavailableError)
         line = self.first_line(line)
         if line is not None:
-            raise UserError(line)
+            raise (UserError if self.total(is_lasting) else UnavailableError)(line)
 
     def first_line(self, line: str | None) -> str | None:
         """The line of the first rank that has one, on all ranks; None if none has. Cut at 2,048 bytes."""

@@ -38,7 +38,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lptune import __version__
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.base.text import printable
 from lptune.config import as_written, key_paths
 
@@ -189,8 +189,8 @@ def meet(point: MeetingPoint, told: Told) -> Meeting:
     """Waits until the launchers of all machines have come, and have told the same as this one.
 
     told: what this machine runs (agreement.py). Prints a line after 15 s. Raises UserError, on every machine,
-    if two of them run different things; on this one if the others do not come within `join_timeout_s`, and
-    at once for what waiting cannot mend.
+    if two of them run different things, and on this one at once for what waiting cannot mend;
+    UnavailableError if the others do not come within `join_timeout_s`.
     """
     if point.num_machines == 1:
         store, port = _serve(LOOPBACK, 0)
@@ -204,10 +204,11 @@ def meet(point: MeetingPoint, told: Told) -> Meeting:
         if arrival.is_late:
             started_s = time.monotonic() - min(waited_s, _HINT_S)
         if waited_s > point.join_timeout_s and arrival.meeting is None and arrival.error is None:
-            raise _refused(
-                point, f"after {point.join_timeout_s:.0f} s: {arrival.waits_for}; start the same command on "
-                f"all {point.num_machines} machines, with a host that they reach and a port free there"
-            )  # fmt: skip
+            raise UnavailableError(
+                f"{_at(point)}: after {point.join_timeout_s:.0f} s: {arrival.waits_for}; start the same "
+                f"command on all {point.num_machines} machines, with a host that they reach and a port free "
+                "there"
+            )
         if waited_s > _HINT_S and not hinted:
             hinted = True
             line = f"waiting for the other machines at {point.name}: {arrival.waits_for}"
@@ -278,14 +279,12 @@ class _Arrival(threading.Thread):
             for number, each in waiting.items():
                 each.see(store.add(f"alive/{number}", 0), now_s)
             there = {number: each for number, each in waiting.items() if now_s - each.seen_s < _DEAD_S}
-            names = ", ".join(each.host for each in there.values())
+            names = ", ".join([socket.gethostname(), *(each.host for each in there.values())])
             order = _in_order(there)[:num_others]
             missing = num_others - len(order)
             is_last_call = now_s - last_came_s > self._point.last_call_s
             is_enough = not missing or (is_last_call and len(order) + 1 >= self._point.min_machines)
-            self.waits_for = (
-                f"{missing} of {self._point.num_machines} have not come (here: {names or 'none'}){odd}"
-            )
+            self.waits_for = f"{missing} of {self._point.num_machines} have not come (here: {names}){odd}"
             if why := self._why_not(there):
                 store.set("refused", why)
                 self.error = UserError(why)
@@ -363,7 +362,7 @@ class _Arrival(threading.Thread):
         """The error of a machine without which the others have met."""
         why = "its machines have met without this one"
         if not self._point.is_supervised:
-            return _refused(self._point, why)
+            return UnavailableError(f"{_at(self._point)}: {why}")
         self.is_late = True  # that launch is about to end, or it goes on until its next failure
         return _NotYetError(f"{why}, which waits for their next meeting")
 
@@ -517,4 +516,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _refused(point: MeetingPoint, why: str) -> UserError:
-    return UserError(f"run: rendezvous at {point.name}: {why}")
+    return UserError(f"{_at(point)}: {why}")
+
+
+def _at(point: MeetingPoint) -> str:
+    return f"run: rendezvous at {point.name}"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lptune import checkpoint, distributed
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.checkpoint import run_copy
 from lptune.checkpoint.run_copy import RunCopy
@@ -232,18 +232,31 @@ def test_what_a_kill_kept_from_the_copy_is_copied_when_the_run_starts_again(
     State().load(checkpoint.verify(place / "checkpoints/step-00000003"))
 
 
+REFUSED, BUSY = PermissionError(errno.EACCES, "Access Denied"), OSError(errno.EBUSY, "Slow Down")
+
+
 @pytest.mark.parametrize("call", ["list", "put"])
+@pytest.mark.parametrize(
+    ("error", "exit_code"), [(REFUSED, 2), (BUSY, 1), (TimeoutError("no answer"), 1)], ids=type
+)
 def test_storage_that_fails_before_the_first_step_ends_the_run(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, call: str
+    tmp_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    error: OSError,
+    exit_code: int,
 ) -> None:
     def fault(made: str, path: str) -> None:
         if made == call:
-            raise PermissionError(errno.EACCES, "Access Denied")
+            raise error
 
     monkeypatch.setattr(Faulty, "fault", staticmethod(fault))
-    line = r"^checkpoint.copy_to: faulty:///.*: Access Denied; mend it, or leave the key out$"
-    with pytest.raises(UserError, match=line):
+    todo = "mend it" if exit_code == 2 else "wait for it"
+    line = rf"^checkpoint.copy_to: faulty:///.*: {error.strerror or error}; {todo}, or leave the key out$"
+    with pytest.raises(UserError, match=line) as raised:
         train(tmp_path / "run", f"faulty://{tmp_path}/copy", world, 1)
+    assert raised.value.exit_code == exit_code
 
 
 def _flip(file: Path) -> None:
@@ -520,7 +533,11 @@ def _accept_keys(server: str, num_requests: int) -> None:
 
 @pytest.mark.filterwarnings("default")  # of these packages, which are not ours to mend
 def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
-    tmp_path: Path, world: World, server: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    world: World,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import s3fs
 
@@ -556,3 +573,7 @@ def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
     ):
         train(tmp_path / "6", "s3://none/1", world, 1)
     assert train(tmp_path / "5", address, world, 6) == 6
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(UnavailableError, match=r"^checkpoint.copy_to: s3://bucket/.*; wait for it"):
+        train(tmp_path / "7", address, world, 6)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli.conftest import Command
 from tests.cli.test_multi_node import CONFIG, RECIPE, linux_only
 from tests.helpers import warm
 from tests.helpers.cold import ROOT, Finished
@@ -89,12 +90,25 @@ def test_the_three_examples_start_one_run() -> None:
     (replicated,) = RUNTIME["spec"]["template"]["spec"]["replicatedJobs"]
     labels = replicated["template"]["metadata"]["labels"]
     pod = replicated["template"]["spec"]["template"]["spec"]
+    policy, of_trainjob = (
+        str(spec["podFailurePolicy"]).replace("'lptune'", "'node'")
+        for spec in (DOCUMENTS[1]["spec"], replicated["template"]["spec"])
+    )
+    assert policy == of_trainjob
     assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     assert replicated["name"] == pod["containers"][0]["name"] == "node"
     of_job = DOCUMENTS[1]["spec"]["template"]["spec"]
     assert pod["volumes"] == of_job["volumes"]
     assert pod["containers"][0]["volumeMounts"] == container["volumeMounts"]
-    assert pod["terminationGracePeriodSeconds"] == of_job["terminationGracePeriodSeconds"]
+    for key in ("terminationGracePeriodSeconds", "restartPolicy", "securityContext"):
+        assert pod[key] == of_job[key]
+
+
+def test_the_arguments_can_be_checked_without_a_launch(command: Command) -> None:
+    assert command("validate", *_arguments_of_job({})[1:])[0] == 0
+    code, _, stderr = command("validate", *_arguments_of_job({})[1:], "micro_batch_size=3")
+    assert code == 2
+    assert "micro_batch_size" in stderr
 
 
 @linux_only

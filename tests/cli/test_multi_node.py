@@ -173,6 +173,17 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, toy: list[str]) -> None:
     assert "a port that is free there" in line
 
 
+def test_a_machine_that_does_not_come_is_no_wrong_input_so_that_the_run_is_tried_again(
+    tmp_path: Path, toy: list[str]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--nnodes=2", f"--rdzv-endpoint={address}", "--rdzv-conf=join_timeout=1"]
+    done = warm.lptune(["run", *flags, *toy], folder=tmp_path)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1
+    assert f"rendezvous at {address}: after 1 s: 1 of 2 have not come (here: {socket.gethostname()})" in line
+
+
 COLLECTIVE = '''"""Real ranks: rank 1 fails while rank 0 waits for it in a collective."""
 import os
 import time

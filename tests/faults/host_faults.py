@@ -199,7 +199,7 @@ def late(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         command = bench.command(num_hosts, flags=["--rdzv-conf", "join_timeout=20"])
         there = [network.start(n, command, folder=bench.folder) for n in range(num_hosts) if n != absent]
         fault = f"host-{absent} never comes (join_timeout=20)"
-        yield finish(network, fault, " ".join("2" for _ in there), *there)
+        yield finish(network, fault, " ".join("1" for _ in there), *there)
     bench.fresh()
     command = bench.command(num_hosts)
     gone = network.start(1, command, folder=bench.folder)
@@ -227,18 +227,19 @@ def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         processes += [network.start(n, there, folder=bench.folder) for n in range(1, num_hosts)]
         return finish(network, fault, wanted, *processes, but=but)
 
-    twos = " ".join("2" * num_hosts)
-    yield tried("the endpoint's name does not resolve", f"host-9:{PORT}", twos)
-    yield tried("the endpoint is no host's", f"10.77.0.99:{PORT}", twos)
+    ones, twos = " ".join("1" * num_hosts), " ".join("2" * num_hosts)
+    yield tried("the endpoint's name does not resolve", f"host-9:{PORT}", ones)
+    yield tried("the endpoint is no host's", f"10.77.0.99:{PORT}", ones)
     yield tried("no route to the endpoint", f"192.0.2.1:{PORT}", twos)
-    yield tried("host-1 has another endpoint", f"host-0:{PORT}", twos, other=f"host-0:{PORT + 1}")
+    yield tried("host-1 has another endpoint", f"host-0:{PORT}", ones, other=f"host-0:{PORT + 1}")
     own = network.hosts_file.replace(f"{address(0)} host-0", "127.0.1.1 host-0")
-    yield tried("host-0 calls itself 127.0.1.1", f"host-0:{PORT}", twos, hosts=own)
+    refused = " ".join("2" + "1" * (num_hosts - 1))  # the others wait for it
+    yield tried("host-0 calls itself 127.0.1.1", f"host-0:{PORT}", refused, hosts=own)
     yield tried("an address as the endpoint", f"{address(0)}:{PORT}", " ".join("0" * num_hosts), hosts=own)
     program = network.start(0, cold.command("-c", _SILENT), folder=bench.folder)
     while not network.listening(0):
         time.sleep(0.1)
-    yield tried("another program has the port, and is silent", f"host-0:{PORT}", twos, but=program.pid)
+    yield tried("another program has the port, and is silent", f"host-0:{PORT}", ones, but=program.pid)
     program.kill()
     for number, flags in (
         ("both are machine 0", ["--node-rank=0"]),
@@ -247,7 +248,7 @@ def names(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         bench.fresh()
         command = bench.command(num_hosts, flags=[*flags, "--rdzv-conf", "join_timeout=20"])
         processes = [network.start(n, command, folder=bench.folder) for n in range(num_hosts)]
-        yield finish(network, number, twos, *processes)
+        yield finish(network, number, ones, *processes)
 
 
 _SILENT = "import socket, time; s = socket.socket(); s.setsockopt(1, 2, 1); s.bind(('', 29500)); s.listen()"
@@ -263,7 +264,7 @@ def two_jobs(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         ends = network.wait(*others)
         is_undisturbed = all(launcher.poll() is None for launcher in launchers)
         launchers[0].send_signal(signal.SIGTERM)
-        row = finish(network, "a second job on the endpoint", " ".join(["2"] * num_hosts), *launchers)
+        row = finish(network, "a second job on the endpoint", " ".join(["1"] * num_hosts), *launchers)
         stopped = all(end.code == 143 for end in row.ends)
         wrong = "" if is_undisturbed and stopped else f"the first job: {[end.code for end in row.ends]}"
         yield row._replace(ends=ends, wrong=wrong)
