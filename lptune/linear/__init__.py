@@ -21,7 +21,6 @@ from lptune.linear.module import (
     weights_changed,
 )
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
-from lptune.linear.shared_input import READ_ONE_INPUT
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
@@ -47,7 +46,6 @@ __all__ = [
     "FSDP_AXIS",
     "INT8_SCALE",
     "PLAN_COLUMNS",
-    "READ_ONE_INPUT",
     "ComputeWeights",
     "DelayedScaling",
     "FirstStep",

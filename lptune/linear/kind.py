@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lptune.config import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.kernels import HEADER_BYTES, Packed, Quantized, pack_rows
-from lptune.linear.shared_input import Once
 
 Agree = Callable[[Tensor], Tensor]
 """Maps this rank's amaxes to their elementwise maximum over ranks, by an all-reduce or a lookup."""
@@ -157,14 +156,12 @@ class Kind(ABC):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Returns (`x @ w.T` in x's dtype, the tensors that `backward` gets as `saved`).
 
         w_NK: has x's dtype; or is a GatheredWeight; or the RowTensor that the kind stores. layer: the layer
         handle, for the count of GEMMs. quantized_x: q and scale of x, if x was gathered in 8 bits; x_TK is
-        then a placeholder of ones, and only its shape and dtype are used. once: quantizes x, for all layers
-        that read this x (shared_input.py).
+        then a placeholder of ones, and only its shape and dtype are used.
         """
 
     @abstractmethod
@@ -177,12 +174,10 @@ class Kind(ABC):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
-        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns (grad_input, grad_weight) in g's dtype, each None if it is not needed.
 
-        w_NK: as in `forward`, in g's dtype. saved: from `forward`; empty if grad_weight is not needed. once:
-        makes the operand x of grad_weight, for all layers that read this x.
+        w_NK: as in `forward`, in g's dtype. saved: from `forward`; empty if grad_weight is not needed.
         """
 
     # --- The three GEMMs of a grouped layer (grouped.py).

@@ -24,7 +24,6 @@ from lptune.kernels import LIVE, NUMBER, cast, expect_gather, handle_of_part, la
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import LinearSpec
-from lptune.linear.shared_input import InputGroup, SharedInput, alone
 from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.weights.row_tensor import RowTensor
@@ -59,19 +58,17 @@ def low_precision_linear(
     layer: Tensor,
     spec: LinearSpec,
     quantized_x: tuple[Tensor, Tensor] | None = None,
-    shared: SharedInput | None = None,
 ) -> Tensor:
     """Same as `x @ w.T` up to quantization. `spec` sets the precision of each of the three GEMMs.
 
     x_TK: compute dtype. w_NK: any float dtype, cast to x's dtype first; or a RowTensor, which is stored or
     gathered in 8 bits and is used unchanged. layer: the layer handle; kernels count GEMMs under its number.
     quantized_x: q and scale of x, if x was gathered in 8 bits (spec.token_gather); x_TK then only carries the
-    gradient. shared: of the layers that read this x, by which x is quantized once for all of them; None: it
-    is quantized for this layer. Returns (T, N) in x's dtype.
+    gradient. Returns (T, N) in x's dtype.
     """
     q, scale = quantized_x or (None, None)
     out_TN: Tensor = _Gemms.apply(  # type: ignore[no-untyped-call]
-        x_TK, w_NK, layer, spec, q, scale, shared
+        x_TK, w_NK, layer, spec, q, scale
     )
     return out_TN
 
@@ -86,17 +83,11 @@ class _Gemms(torch.autograd.Function):
         spec: LinearSpec,
         q: Tensor | None,
         scale: Tensor | None,
-        shared: SharedInput | None,
     ) -> Tensor:
         quantized_x = None if q is None or scale is None else (q, scale)
         weight_NK = compute_weight(w_NK, x_TK.dtype)
-        once = alone if shared is None else shared.forward
-        out_TN, saved = spec.kind.forward(spec, x_TK, weight_NK, layer, quantized_x, once)
-        ctx.spec, ctx.shared = spec, None
-        if shared is not None and ctx.needs_input_grad[1]:
-            # Not all of `shared`: it would keep what forward made.
-            ctx.shared = shared.backward
-            shared.backward.readers += 1
+        out_TN, saved = spec.kind.forward(spec, x_TK, weight_NK, layer, quantized_x)
+        ctx.spec = spec
         # x is for grad_weight alone, which a frozen weight does not have.
         ctx.save_for_backward(w_NK, layer, *(saved if ctx.needs_input_grad[1] else ()))
         return out_TN
@@ -107,16 +98,9 @@ class _Gemms(torch.autograd.Function):
         weight_NK = compute_weight(w_NK, g_TN.dtype)
         needs_x, needs_w = ctx.needs_input_grad[:2]
         gx_TK, gw_NK = ctx.spec.kind.backward(
-            ctx.spec,
-            g_TN.contiguous(),
-            weight_NK,
-            tuple(saved),
-            layer,
-            needs_x,
-            needs_w,
-            ctx.shared or alone,
+            ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs_x, needs_w
         )
-        return gx_TK, gw_NK, None, None, None, None, None
+        return gx_TK, gw_NK, None, None, None, None
 
 
 def compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,9 +136,6 @@ class LowPrecisionLinear(nn.Linear):
 
     _before: type[nn.Linear]
     """The class to which `release` returns."""
-
-    input_group: InputGroup | None = None
-    """The layers that are expected to read the same x as this one; None if there are none."""
 
     @staticmethod
     def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
@@ -211,7 +192,6 @@ class LowPrecisionLinear(nn.Linear):
         LIVE.leave(self.number)
         before = self._before
         del self.spec, self.number, self.handle, self._life, self._before
-        vars(self).pop("input_group", None)
         self.__class__ = before  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -256,15 +236,7 @@ class LowPrecisionLinear(nn.Linear):
         if isinstance(x, QuantizedTokens):
             carrier, q, scale = x
             return self._multiply(carrier, local_part(self.weight), self.handle, (q, scale))
-        x_cast = autocast(x)
-        shared = self._shared(x, x_cast.dtype)
-        return self._multiply(x_cast, local_part(self.weight), self.handle, shared=shared)
-
-    def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
-        # The compiler merges equal calls of an op by itself.
-        if self.input_group is None or torch.compiler.is_compiling():
-            return None
-        return self.input_group.read(self.number, x, dtype, self.spec)
+        return self._multiply(autocast(x), local_part(self.weight), self.handle)
 
     def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
         handle = handle_of_part(self.handle, part) if part and self.spec.stochastic else self.handle
@@ -276,10 +248,9 @@ class LowPrecisionLinear(nn.Linear):
         weight_NK: Tensor,
         handle: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None = None,
-        shared: SharedInput | None = None,
     ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x, shared)
+        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x)
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:

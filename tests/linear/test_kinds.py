@@ -16,7 +16,6 @@ from lptune.kernels import GEMMS, Quantized, pack_rows
 from lptune.kernels.backend import BACKENDS
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
 from lptune.linear.kind import Shard
-from lptune.linear.shared_input import alone
 from lptune.linear.weights.weight_amax import shard_amaxes
 from tests.helpers import cold
 
@@ -124,8 +123,8 @@ def _gemms(
     x, _, g = _operands()
     handle = torch.tensor([-1, 0, 0, 0])
     seen = x.new_zeros(()).expand_as(x) if quantized_x else x
-    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x, alone)
-    gx, gw = kind.backward(spec, g, w_NK, saved, handle, True, True, alone)
+    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x)
+    gx, gw = kind.backward(spec, g, w_NK, saved, handle, True, True)
     assert gx is not None
     assert gw is not None
     return [out, gx, gw]

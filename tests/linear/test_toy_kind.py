@@ -19,7 +19,6 @@ from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionCo
 from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_mm
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
 from lptune.linear.kind import Agree, Shard
-from lptune.linear.shared_input import Once
 from lptune.plan.dry_run import dry_run
 from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
@@ -53,10 +52,9 @@ class Ternary(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert quantized_x is None
-        x, w = once(lambda: quantize_rows(x_TK, spec.fmt)), _ternary(w_NK)
+        x, w = quantize_rows(x_TK, spec.fmt), _ternary(w_NK)
         if spec.output == "high":
             return x_TK @ _dequantized(w, x_TK.dtype).t(), (x_TK,)
         out_TN = scaled_mm(
@@ -73,7 +71,6 @@ class Ternary(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
-        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         gx_TK, w = None, _ternary(w_NK)
         if needs_grad_input and spec.grad_input == "high":

@@ -29,7 +29,6 @@ from lptune.kernels import (
     transposed_copy,
 )
 from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
-from lptune.linear.shared_input import Once
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.linear.weights.weight_amax import quantize_by_agreement
 from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
@@ -64,12 +63,11 @@ class Blockwise(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert quantized_x is None, "blocks of x are wanted along K and along T: no one gather brings both"
         if spec.output == "high":
             return x_TK @ self._high_weight(spec, w_NK, x_TK.dtype).t(), (x_TK,)
-        x, w = once(lambda: self.quantize(x_TK, 1, spec.fmt)), self._weight(spec, w_NK, 1)
+        x, w = self.quantize(x_TK, 1, spec.fmt), self._weight(spec, w_NK, 1)
         out_TN = block_scaled_mm(
             x.q_MK,
             w.q_MK.t(),
@@ -92,7 +90,6 @@ class Blockwise(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
-        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         # `transposed` is for operands that are contracted over their rows. If the device wants operands
         # contiguous along the contraction, their q is stored by columns.
@@ -112,7 +109,7 @@ class Blockwise(Kind):
         if needs_grad_weight and g_columns is None:
             gw_NK = g_TN.t() @ saved[0]
         elif g_columns is not None:
-            g, x = g_columns, once(lambda: self.quantize(saved[0], 0, spec.fmt, transposed=transposed))
+            g, x = g_columns, self.quantize(saved[0], 0, spec.fmt, transposed=transposed)
             gw_NK = block_scaled_mm(
                 g.q_MK.t(),
                 x.q_MK,

@@ -59,7 +59,6 @@ from lptune.kernels import (
 )
 from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
 from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
-from lptune.linear.shared_input import Once
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
 
@@ -76,7 +75,6 @@ class Rowwise(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See Kind. quantized_x: by rows; allowed only if `output` is low and `grad_weight` is folded, since
         other GEMMs need the values of x_TK, which is a placeholder then.
@@ -86,7 +84,7 @@ class Rowwise(Kind):
         saved: tuple[Tensor, ...] = (x_TK,)
         x = None if quantized_x is None else QuantizedRows(*quantized_x)
         if x is None and (spec.output == "low" or spec.grad_weight == "folded"):
-            x = once(lambda: quantize_rows(x_TK, fmt, power_of_two=power_of_two, rotated=spec.rotated))
+            x = quantize_rows(x_TK, fmt, power_of_two=power_of_two, rotated=spec.rotated)
         if spec.grad_weight == "folded":
             assert x is not None
             saved = (x.q_MK, x.scale_M1)
@@ -108,7 +106,6 @@ class Rowwise(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
-        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         transposed = k_major(g_TN.device)
         w_rows = None
@@ -150,7 +147,7 @@ class Rowwise(Kind):
             )
 
         gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
-        gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer, once) if needs_grad_weight else None
+        gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer) if needs_grad_weight else None
         return gx_TK, gw_NK
 
     def why_not_grouped(self, spec: LinearSpec) -> str | None:
@@ -402,7 +399,6 @@ def _grad_weight(
     g: QuantizedColumns | None,
     saved: tuple[Tensor, ...],
     layer: Tensor,
-    once: Once,
 ) -> Tensor:
     dtype, transposed = g_TN.dtype, k_major(g_TN.device)
     if spec.grad_weight == "high":
@@ -427,12 +423,10 @@ def _grad_weight(
                 transposed=transposed,
             )
         # No scale: g contains x's scales.
-        xq_TK, x_scale_1K = once(lambda: transposed_copy(saved[0])) if transposed else xq_TK, None
+        xq_TK, x_scale_1K = transposed_copy(xq_TK) if transposed else xq_TK, None
     else:
-        xq_TK, x_scale_1K = once(
-            lambda: quantize_columns(
-                saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
-            )
+        xq_TK, x_scale_1K = quantize_columns(
+            saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
         )
     assert g is not None
     gw_NK = scaled_mm(

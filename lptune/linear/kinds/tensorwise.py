@@ -31,7 +31,6 @@ from lptune.kernels import (
     transposed_copy,
 )
 from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
-from lptune.linear.shared_input import Once, alone
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.linear.weights.weight_amax import quantize_by_agreement
 from lptune.numerics import QuantizedTensor, dequantize
@@ -49,23 +48,17 @@ class Tensorwise(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See Kind. quantized_x: allowed only if `output` and `grad_weight` are low."""
         if spec.output == "high":
             return x_TK @ self._high_weight(spec, w_NK, layer, x_TK.dtype).t(), (x_TK,)
-        if self.has_history:
-            once = alone  # each layer has its own history, which this op writes
-        if quantized_x is not None:
-            x = QuantizedTensor(*quantized_x)
-        else:
-            x = once(lambda: self._quantize(spec, x_TK, layer, "x"))
+        x = QuantizedTensor(*quantized_x) if quantized_x else self._quantize(spec, x_TK, layer, "x")
         w = self._quantize(spec, w_NK, layer, "w")
         out_TN = scaled_mm(
             x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
         )
-        # Save x, not its 8-bit copy: q, k and v always share one x, but one copy only in an input group. A
-        # gathered 8-bit copy is shared by them.
+        # Save x, not its 8-bit copy: q, k and v share one x, and would keep a copy each. A gathered 8-bit copy
+        # is shared by them.
         return out_TN, quantized_x or (x_TK,)
 
     def backward(
@@ -77,7 +70,6 @@ class Tensorwise(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
-        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         dtype, transposed, gx_TK, gw_NK = g_TN.dtype, k_major(g_TN.device), None, None
         low_input = needs_grad_input and spec.grad_input != "high"
@@ -95,8 +87,7 @@ class Tensorwise(Kind):
             if g_transposed is None:
                 gw_NK = g_TN.t() @ saved[0]
             else:
-                shared = alone if self.has_history else once  # see forward
-                x = shared(lambda: self._saved(spec, saved, layer, transposed))
+                x = self._saved(spec, saved, layer, transposed)
                 g_NT, scale_11 = g_transposed.q_MK.t(), g_transposed.scale_11
                 gw_NK = scaled_mm(
                     g_NT, x.q_MK, scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lptune.kernels import GRAD_INPUT, OUTPUT
 from lptune.linear.kind import Kind, LinearSpec
-from lptune.linear.shared_input import Once
 
 
 class WeightOnly(Kind):
@@ -32,7 +31,6 @@ class WeightOnly(Kind):
         w_NK: Tensor,
         layer: Tensor,
         quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See Kind. What it saves is x, for grad_weight."""
         assert quantized_x is None, "x is multiplied in compute dtype"
@@ -49,7 +47,6 @@ class WeightOnly(Kind):
         layer: Tensor,
         needs_grad_input: bool,
         needs_grad_weight: bool,
-        once: Once,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Kind. grad_weight is the gradient of W', passed to W as it is."""
         gx_TK = None

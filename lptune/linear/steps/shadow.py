@@ -45,7 +45,6 @@ from lptune.linear.dtensors import as_sharded
 from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
 from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
-from lptune.linear.shared_input import alone
 from lptune.linear.weights.master_weight import plain_rows
 from lptune.linear.weights.row_tensor import RowTensor
 
@@ -191,7 +190,7 @@ class _Layer:
         """The forward of training. ends: of a grouped layer."""
         spec, handle = self.module.spec, self.module.handle
         if ends is None:
-            return spec.kind.forward(spec, x_TK, weight_NK, handle, None, alone)
+            return spec.kind.forward(spec, x_TK, weight_NK, handle, None)
         return spec.kind.grouped_forward(spec, x_TK, weight_NK, ends, handle)
 
     def compare(
@@ -205,7 +204,7 @@ class _Layer:
         with _Operands() as operands:
             out_TN, saved = self.forward(x_TK, weight_NK, ends)
             if ends is None:
-                found = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight, alone)
+                found = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight)
             else:
                 found = kind.grouped_backward(
                     spec, g_TN, weight_NK, ends, saved, handle, True, needs_grad_weight, None
