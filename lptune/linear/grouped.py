@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lptune.linear.kind import LinearSpec
+from lptune.linear.kind import LinearSpec, Needs
 from lptune.linear.module import LowPrecisionLinear, autocast, compute_weight, local_part
 
 
@@ -63,8 +63,8 @@ class _GroupedGemms(torch.autograd.Function):
     def backward(ctx: Any, g_SN: Tensor) -> tuple[Tensor | None, ...]:
         w_RK, ends_E, layer, *saved = ctx.saved_tensors
         weight_RK = compute_weight(w_RK, g_SN.dtype)
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs = Needs(*ctx.needs_input_grad[:2])
         gx_SK, gw_RK = ctx.spec.kind.grouped_backward(
-            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs_x, needs_w, ctx.most
+            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs, ctx.most
         )
         return gx_SK, gw_RK, None, None, None, None

@@ -24,6 +24,16 @@ from lptune.kernels import HEADER_BYTES, Packed, Quantized, pack_rows
 Agree = Callable[[Tensor], Tensor]
 """Maps this rank's amaxes to their elementwise maximum over ranks, by an all-reduce or a lookup."""
 
+Saved = tuple[Tensor, ...]
+"""What forward keeps for backward: the operand x of grad_weight."""
+
+
+class Needs(NamedTuple):
+    """Which gradients backward is to return."""
+
+    input: bool
+    weight: bool
+
 
 class Shard(NamedTuple):
     """Rows [first_row, first_row + M) of a weight (N, K): what FSDP gives to this rank."""
@@ -150,30 +160,18 @@ class Kind(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         """Returns (`x @ w.T` in x's dtype, the tensors that `backward` gets as `saved`).
 
         w_NK: has x's dtype; or is a GatheredWeight; or the RowTensor that the kind stores. layer: the layer
-        handle, for the count of GEMMs. quantized_x: q and scale of x, if x was gathered in 8 bits; x_TK is
+        handle, for the count of GEMMs. quantized_x: x, if it was gathered in 8 bits; x_TK is
         then a placeholder of ones, and only its shape and dtype are used.
         """
 
     @abstractmethod
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns (grad_input, grad_weight) in g's dtype, each None if it is not needed.
 
@@ -188,7 +186,7 @@ class Kind(ABC):
 
     def grouped_forward(
         self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Saved]:
         """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end."""
         raise ValueError(self.why_not_grouped(spec))
 
@@ -198,10 +196,9 @@ class Kind(ABC):
         g_SN: Tensor,
         w_RK: Tensor,
         ends_E: Tensor,
-        saved: tuple[Tensor, ...],
+        saved: Saved,
         layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
+        needs: Needs,
         most: int | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `backward`; the arguments are those of `grouped_forward`. most: no group has more rows; None: a

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.base.errors import UserError
-from lptune.kernels import LIVE, NUMBER, cast, expect_gather, handle_of_part, layer_handle
+from lptune.kernels import LIVE, NUMBER, Quantized, cast, expect_gather, handle_of_part, layer_handle
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
-from lptune.linear.kind import LinearSpec
+from lptune.linear.kind import LinearSpec, Needs
 from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.weights.row_tensor import RowTensor
@@ -53,18 +53,14 @@ def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
 
 
 def low_precision_linear(
-    x_TK: Tensor,
-    w_NK: Tensor,
-    layer: Tensor,
-    spec: LinearSpec,
-    quantized_x: tuple[Tensor, Tensor] | None = None,
+    x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: LinearSpec, quantized_x: Quantized | None = None
 ) -> Tensor:
     """Same as `x @ w.T` up to quantization. `spec` sets the precision of each of the three GEMMs.
 
     x_TK: compute dtype. w_NK: any float dtype, cast to x's dtype first; or a RowTensor, which is stored or
     gathered in 8 bits and is used unchanged. layer: the layer handle; kernels count GEMMs under its number.
-    quantized_x: q and scale of x, if x was gathered in 8 bits (spec.token_gather); x_TK then only carries the
-    gradient. Returns (T, N) in x's dtype.
+    quantized_x: x, if it was gathered in 8 bits (spec.token_gather); x_TK then only carries the gradient.
+    Returns (T, N) in x's dtype.
     """
     q, scale = quantized_x or (None, None)
     out_TN: Tensor = _Gemms.apply(  # type: ignore[no-untyped-call]
@@ -84,7 +80,7 @@ class _Gemms(torch.autograd.Function):
         q: Tensor | None,
         scale: Tensor | None,
     ) -> Tensor:
-        quantized_x = None if q is None or scale is None else (q, scale)
+        quantized_x = None if q is None or scale is None else Quantized(q, scale)
         weight_NK = compute_weight(w_NK, x_TK.dtype)
         out_TN, saved = spec.kind.forward(spec, x_TK, weight_NK, layer, quantized_x)
         ctx.spec = spec
@@ -96,9 +92,9 @@ class _Gemms(torch.autograd.Function):
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
         w_NK, layer, *saved = ctx.saved_tensors
         weight_NK = compute_weight(w_NK, g_TN.dtype)
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs = Needs(*ctx.needs_input_grad[:2])
         gx_TK, gw_NK = ctx.spec.kind.backward(
-            ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs_x, needs_w
+            ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs
         )
         return gx_TK, gw_NK, None, None, None, None
 
@@ -234,8 +230,8 @@ class LowPrecisionLinear(nn.Linear):
     def multiply(self, x: Tensor | QuantizedTokens) -> Tensor:
         """`forward_part` without adding the bias."""
         if isinstance(x, QuantizedTokens):
-            carrier, q, scale = x
-            return self._multiply(carrier, local_part(self.weight), self.handle, (q, scale))
+            quantized = Quantized(x.q_TK, x.scale)
+            return self._multiply(x.carrier_BSK, local_part(self.weight), self.handle, quantized)
         return self._multiply(autocast(x), local_part(self.weight), self.handle)
 
     def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
@@ -243,11 +239,7 @@ class LowPrecisionLinear(nn.Linear):
         return self._multiply(x, weight_NK, handle)
 
     def _multiply(
-        self,
-        x: Tensor,
-        weight_NK: Tensor,
-        handle: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None = None,
+        self, x: Tensor, weight_NK: Tensor, handle: Tensor, quantized_x: Quantized | None = None
     ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
         out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x)

@@ -11,8 +11,8 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from lptune.kernels import GRAD_INPUT, OUTPUT
-from lptune.linear.kind import Kind, LinearSpec
+from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized
+from lptune.linear.kind import Kind, LinearSpec, Needs, Saved
 
 
 class WeightOnly(Kind):
@@ -25,13 +25,8 @@ class WeightOnly(Kind):
         """`a @ w'.T` if transposed (a is x, M is K), else `a @ w'` (a is g, M is N); counted as `gemm`."""
 
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         """See Kind. What it saves is x, for grad_weight."""
         assert quantized_x is None, "x is multiplied in compute dtype"
         if spec.output == "high":  # fell back
@@ -39,21 +34,14 @@ class WeightOnly(Kind):
         return self.multiply(x_TK, w_NK, True, layer, OUTPUT), (x_TK,)
 
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Kind. grad_weight is the gradient of W', passed to W as it is."""
         gx_TK = None
-        if needs_grad_input:
+        if needs.input:
             is_high = spec.grad_input == "high"
             gx_TK = g_TN @ w_NK if is_high else self.multiply(g_TN, w_NK, False, layer, GRAD_INPUT)
-        return gx_TK, g_TN.t() @ saved[0] if needs_grad_weight else None
+        return gx_TK, g_TN.t() @ saved[0] if needs.weight else None
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.fmt} weight"

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lptune.kernels import GEMMS, LIVE, LayerAmaxes, not_recorded
 from lptune.linear.dtensors import as_sharded
 from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
+from lptune.linear.kind import Needs, Saved
 from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
 from lptune.linear.weights.master_weight import plain_rows
@@ -184,9 +185,7 @@ class _Layer:
         assert isinstance(sharded, DTensor)
         return sharded.full_tensor()
 
-    def forward(
-        self, x_TK: Tensor, weight_NK: Tensor, ends: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x_TK: Tensor, weight_NK: Tensor, ends: Tensor | None) -> tuple[Tensor, Saved]:
         """The forward of training. ends: of a grouped layer."""
         spec, handle = self.module.spec, self.module.handle
         if ends is None:
@@ -198,17 +197,15 @@ class _Layer:
     ) -> Tensor | None:
         """Measures the errors of the three GEMMs; returns grad_input as training computes it."""
         spec, handle, weight_NK = self.module.spec, self.module.handle, compute_weight(w_NK, x_TK.dtype)
-        kind = spec.kind
+        kind, needs = spec.kind, Needs(True, needs_grad_weight)
         high_NK = self.high_weight(w_NK, x_TK)
         exact = {"x": x_TK, "w": high_NK, "g": g_TN}
         with _Operands() as operands:
             out_TN, saved = self.forward(x_TK, weight_NK, ends)
             if ends is None:
-                found = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight)
+                found = kind.backward(spec, g_TN, weight_NK, saved, handle, needs)
             else:
-                found = kind.grouped_backward(
-                    spec, g_TN, weight_NK, ends, saved, handle, True, needs_grad_weight, None
-                )
+                found = kind.grouped_backward(spec, g_TN, weight_NK, ends, saved, handle, needs, None)
             gx_TK, gw_NK = found
         exact_nonzero = {name: tensor.count_nonzero() for name, tensor in exact.items()}
         for gemm, name, nonzero, largest in operands.counts:
