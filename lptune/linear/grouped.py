@@ -14,6 +14,7 @@ Shapes: S rows, E groups, K in_features, N out_features of one group, R = E * N.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lptune.linear.kind import LinearSpec, Needs
@@ -68,3 +69,17 @@ class _GroupedGemms(torch.autograd.Function):
             ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs, ctx.most
         )
         return gx_SK, gw_RK, None, None, None, None
+
+
+# In compute dtype: where a GEMM is `high`, and to compare with.
+
+
+def multiply_groups(x_SC: Tensor, w_RK: Tensor, ends_E: Tensor, *, by_rows: bool) -> Tensor:
+    """Each group's rows of x times its matrix of w (E * N, K), turned if `by_rows`."""
+    w_ENK = w_RK.unflatten(0, (ends_E.shape[0], -1))
+    return F.grouped_mm(x_SC, w_ENK.transpose(1, 2) if by_rows else w_ENK, offs=ends_E)
+
+
+def grad_weight_of_groups(g_SN: Tensor, x_SK: Tensor, ends_E: Tensor) -> Tensor:
+    """g.T @ x over each group's own rows, (E * N, K)."""
+    return F.grouped_mm(g_SN.t(), x_SK, offs=ends_E).flatten(0, 1)

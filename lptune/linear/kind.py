@@ -267,7 +267,7 @@ class Kind(ABC):
     ) -> Quantized:
         """8-bit values and scales of a whole weight, bitwise those that `forward` multiplies by.
 
-        w_NK: any float dtype. beside: what a checkpoint stores beside it (weights/stored.py), by prefix.
+        w_NK: any float dtype. beside: what a checkpoint stores beside it (weights/int8_weight.py), by prefix.
         """
         shard = Shard(w_NK, 0, w_NK.shape[0], self.weight_block, compute_dtype)
         return self.quantize_shard(spec, shard, lambda amax: amax)

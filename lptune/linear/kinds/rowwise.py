@@ -57,7 +57,7 @@ from lptune.kernels import (
     scaled_mm,
     transposed_copy,
 )
-from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
+from lptune.linear.grouped import grad_weight_of_groups, multiply_groups
 from lptune.linear.kind import Agree, Kind, LinearSpec, Needs, Saved, Shard
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
@@ -314,14 +314,10 @@ def _rotated_back(spec: LinearSpec, gradient: Tensor) -> Tensor:
     return rotate(gradient, gradient.dtype) if spec.rotated else gradient
 
 
-def _gradient_rows(
-    spec: LinearSpec, g_TN: Tensor, multiplier: Tensor | None, layer: Tensor
-) -> QuantizedRows:
+def _gradient_rows(spec: LinearSpec, g_TN: Tensor, multiplier: Tensor | None, layer: Tensor) -> QuantizedRows:
     fmt, power_of_two = spec.grad_fmt, spec.power_of_two
     if spec.stochastic:
-        return quantize_rows_stochastic(
-            g_TN, fmt, layer, multiplier_1K=multiplier, power_of_two=power_of_two
-        )
+        return quantize_rows_stochastic(g_TN, fmt, layer, multiplier_1K=multiplier, power_of_two=power_of_two)
     return quantize_rows(g_TN, fmt, multiplier_1K=multiplier, power_of_two=power_of_two)
 
 

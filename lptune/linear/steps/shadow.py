@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune.kernels import GEMMS, LIVE, LayerAmaxes, not_recorded
 from lptune.linear.dtensors import as_sharded
-from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
+from lptune.linear.grouped import grad_weight_of_groups, multiply_groups
 from lptune.linear.kind import Needs, Saved
 from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
