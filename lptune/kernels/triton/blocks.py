@@ -224,17 +224,8 @@ def _launch(
     e8m0: bool,
     tile: BlockTile,
 ) -> Launch:
-    (m, k), constants = (
-        x_MK.shape,
-        {
-            "FORMAT": launch.rounding(fmt),
-            "MAX": FORMATS[fmt].max,
-            "POWER_OF_TWO": power_of_two,
-            "E8M0": e8m0,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_K": tile.block_k,
-        },
-    )
+    m, k = x_MK.shape
+    constants = launch.format_constants(fmt, x_MK.device, power_of_two)
+    constants |= {"E8M0": e8m0, "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k}
     grid = triton.cdiv(k, tile.block_k), triton.cdiv(m, tile.block_m)
     return Launch(kernel, grid, len(tensors), numbers, size | constants, tile.num_warps)
