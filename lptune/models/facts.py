@@ -56,6 +56,8 @@ class Facts(ABC):
     """Length in tokens of the longest document that the checkpoint was trained for."""
     attention_softcap: float | None = None
     """c in c * tanh(scores / c), which is applied before the mask; None: no soft-cap."""
+    has_sinks: bool = False
+    """Whether attention has scores for keys that are not there."""
     tied: bool = False
     """Whether head and embedding share one weight."""
     word_names: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
