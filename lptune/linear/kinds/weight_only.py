@@ -6,21 +6,21 @@
 
 x and g are not quantized.
 
-`int8_weight_only` stores W in INT8: q, with one scale s per row, W' = q * s. That is 1 byte per parameter, where
-the other kinds keep a float32 master weight and quantize a copy of it in every step. The cost is in the update.
-AdamW changes a weight by about the learning rate, for example 1e-5. The weights that INT8 can store in a row
-are s = amax / 127 apart, for example 1e-3, so rounding to nearest would undo every update. The updated weight
-lies between two of them and is rounded to one of the two at random, so that the mean is right
-(training/chunked_adamw.py). But each update of a single weight has an error of up to s, and these errors add up
-like a random walk. Use this kind for models that otherwise do not fit.
+`int8_weight_only` stores W in INT8: q, with one scale s per row, W' = q * s. That is 1 byte per parameter,
+where the other kinds keep a float32 master weight and quantize a copy of it in every step. The cost is in the
+update. AdamW changes a weight by about the learning rate, for example 1e-5. The weights that INT8 can store
+in a row are s = amax / 127 apart, for example 1e-3, so rounding to nearest would undo every update. The
+updated weight lies between two of them and is rounded to one of the two at random, so that the mean is right
+(training/chunked_adamw.py). But each update of a single weight has an error of up to s, and these errors add
+up like a random walk. Use this kind for models that otherwise do not fit.
 
-`int4_weight` is quantization-aware training for INT4 servers: W' is W rounded to 4 bits, with a scale for each
-32 columns of a row (numerics/groups.py), and grad_weight passes straight through the rounding to the float32
-master weight. A model that is rounded after its training loses what the rounding moves. Here every step sees
-the rounded weights, and the master weights settle where rounding costs little (Jacob et al., arXiv:1712.05877;
-the straight-through gradient is that of Bengio et al., arXiv:1308.3432). Training takes as much memory as in
-high precision, and more time, since W is rounded anew for each GEMM. An export in INT4 has the codes and scales
-of the next step, bit for bit.
+`int4_weight` is quantization-aware training for INT4 servers: W' is W rounded to 4 bits, with a scale for
+each 32 columns of a row (numerics/groups.py), and grad_weight passes straight through the rounding to the
+float32 master weight. A model that is rounded after its training loses what the rounding moves. Here every
+step sees the rounded weights, and the master weights settle where rounding costs little (Jacob et al.,
+arXiv:1712.05877; the straight-through gradient is that of Bengio et al., arXiv:1308.3432). Training takes as
+much memory as in high precision, and more time, since W is rounded anew for each GEMM. An export in INT4 has
+the codes and scales of the next step, bit for bit.
 
 Shapes: T tokens, K in_features, N out_features.
 """
@@ -130,7 +130,6 @@ class Int8WeightOnly(WeightOnly):
     layer_class = Int8WeightLinear
 
     def multiply(self, a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
-        """See WeightOnly. w_NK: an Int8Weight."""
         assert isinstance(w_NK, Int8Weight), type(w_NK)
         return weight_only_mm(a_TM, w_NK.q_NK, w_NK.scale_N1, transposed, layer, gemm)
 
@@ -154,7 +153,6 @@ class Int4Weight(WeightOnly):
     weight_group = INT4_GROUP
 
     def multiply(self, a_TM: Tensor, w_NK: Tensor, transposed: bool, layer: Tensor, gemm: int) -> Tensor:
-        """See WeightOnly. w_NK: of a's dtype."""
         return int4_weight_mm(a_TM, w_NK, transposed, layer, gemm)
 
     def quantize_to_serve(

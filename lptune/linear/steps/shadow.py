@@ -78,12 +78,10 @@ class LayerErrors(NamedTuple):
 
     @property
     def worst_sqnr_db(self) -> float:
-        """The smallest of the three SQNRs."""
         return min(self[: len(GEMMS)])
 
     @property
     def worst_gemm(self) -> str:
-        """The GEMM that has it."""
         return GEMMS[self.index(self.worst_sqnr_db)]
 
 
@@ -168,7 +166,6 @@ class _Layer:
             LIVE[self.module.number].amaxes = apart
 
     def restore(self) -> None:
-        """Undoes `replace` and `measure_apart`."""
         vars(self.module).pop("_multiply", None)
         LIVE[self.module.number].amaxes = self._amaxes
 
@@ -223,7 +220,6 @@ class _Layer:
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
 
     def errors(self) -> LayerErrors:
-        """See LayerErrors."""
         sums = {key: value.tolist() for key, value in self.sums.items()}
         fractions = [[n / each[0] for n in each[1:]] for key, each in sums.items() if _counts(key, each)]
         # A rotated operand may have more elements that are not zero than before.

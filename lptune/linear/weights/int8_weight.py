@@ -15,10 +15,10 @@ All other operations that read it get the dequantized values, in an ordinary ten
 FSDP2 shards and gathers q and scale (row_tensor.py). In a gathered weight they are views of the all-gather
 buffer, which FSDP frees and fills again.
 
-A checkpoint does not depend on the precision: it stores q * scale under the weight's name, as of any weight. The
-scales are stored beside it, under INT8_SCALE/NAME: they cannot be recomputed from the values, which may be
-rounded to bfloat16, and after stochastic rounding a row may have no 127. A checkpoint can be loaded without
-them, but the weight is then not bitwise equal.
+A checkpoint does not depend on the precision: it stores q * scale under the weight's name, as of any weight.
+The scales are stored beside it, under INT8_SCALE/NAME: they cannot be recomputed from the values, which may
+be rounded to bfloat16, and after stochastic rounding a row may have no 127. A checkpoint can be loaded
+without them, but the weight is then not bitwise equal.
 
 Shapes: N out_features (or this rank's rows of them), K in_features, R ranks.
 """
@@ -120,16 +120,13 @@ class Int8Weight(GatheredByRows):
         return func(*plain_args, **plain_kwargs)
 
     def rows_to_send(self, mesh: DeviceMesh, num_rows: int) -> Packed:
-        """The stored q and scales."""
         return Packed(pack_rows((self.q_NK, self.scale_N1), num_rows), None)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
-        """An Int8Weight of the gathered q and scales."""
         return Int8Weight(*quantized, dtype=dtype, full_rows=self.full_rows)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Always torch.int8, the dtype of q."""
         return torch.int8
 
 
