@@ -123,7 +123,7 @@ class LinearSpec(NamedTuple):
 
 
 class Kind(ABC):
-    """The rules of one kind of low precision. It has no state; kernels/live.py has the state of layers.
+    """The rules of one kind of low precision. It has no state; kernels/record.py has the state of layers.
 
     A copy or a pickle of it is the kind of this name in KINDS.
     """
