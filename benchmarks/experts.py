@@ -16,8 +16,8 @@ from harness import Results, device_name, device_type, median_ms, parser, strict
 from lptune import kernels, linear
 from lptune.config import PrecisionConfig
 from lptune.kernels import layer_handle
-from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
-from lptune.models.grouped import GroupedLinear
+from lptune.linear.grouped import grad_weight_of_groups, multiply_groups
+from lptune.models.hf.experts import GroupedLinear
 
 GPU_SHAPES = [(16384, 8, 128, 2048, 1536), (16384, 8, 128, 768, 2048), (16384, 4, 32, 2880, 5760)]
 CPU_SHAPES = [(256, 2, 8, 128, 256)]

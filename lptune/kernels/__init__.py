@@ -22,7 +22,6 @@ from lptune.kernels.grouped import (
     quantize_grouped_rows,
 )
 from lptune.kernels.layout import transposed_copy
-from lptune.kernels.live import LIVE, AmaxSource, LayerAmaxes
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
 from lptune.kernels.quantize import (
     dequantize_rotated,
@@ -43,12 +42,15 @@ from lptune.kernels.record import (
     GRAD_INPUT,
     GRAD_WEIGHT,
     KEY,
+    LIVE,
     MICRO_BATCH,
     NUMBER,
     OUTPUT,
     PART,
     RECOMPUTED,
+    AmaxSource,
     Executed,
+    LayerAmaxes,
     expect_gather,
     gathered_bytes,
     handle_of_part,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import empty_q
+from lptune.kernels.layout import empty_q
 from lptune.kernels.op import op
 from lptune.numerics import FORMATS
 

@@ -6,7 +6,7 @@ last steps instead, and measures the amax of this step for the next one (arXiv:2
 beyond the past amax saturates in this step; the next scale is large enough for it. One pass over x quantizes
 and measures.
 
-The op itself writes the measured amax into the layer's live state (live.py), so an amax is measured if and
+The op itself writes the measured amax into the layer's live state (record.py), so an amax is measured if and
 only if the op runs. Recomputation measures the same tensor twice, which does not change a maximum. A tensor
 without a history is quantized by its own amax.
 
@@ -21,11 +21,9 @@ from torch import Tensor
 
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import empty_tensor, empty_tensor_both_ways
-from lptune.kernels.layout import stored, stored_by_columns
-from lptune.kernels.live import LIVE, LayerAmaxes
+from lptune.kernels.layout import empty_tensor, empty_tensor_both_ways, stored, stored_by_columns
 from lptune.kernels.op import op
-from lptune.kernels.record import NUMBER
+from lptune.kernels.record import LIVE, NUMBER, LayerAmaxes
 from lptune.numerics import FORMATS, QuantizedTensor, round_to, scale_from_amax
 
 OPERANDS = ("x", "w", "g")

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from lptune.kernels.backend import choose_backend, k_major, triton_kernels
-from lptune.kernels.fakes import empty_rows
-from lptune.kernels.layout import RUN, run_rows, transposed_copy
+from lptune.kernels.layout import RUN, empty_rows, run_rows, transposed_copy
 from lptune.kernels.op import op
 from lptune.kernels.quantize import quantize_columns, quantize_rows
 from lptune.kernels.record import GRAD_WEIGHT, note

@@ -1,7 +1,22 @@
-"""How 8-bit values are stored: row by row, or column by column, as a GEMM that contracts rows wants them."""
+"""Results of quantizers: how 8-bit values are stored, and empty results by what shares a scale (fakes).
+
+Values are stored row by row, or column by column (`transposed`), as a GEMM that contracts rows wants them.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from lptune.numerics import (
+    FORMATS,
+    MX_BLOCK,
+    QuantizedBlocks,
+    QuantizedColumns,
+    QuantizedMX,
+    QuantizedRows,
+    QuantizedTensor,
+)
 
 RUN = 128
 """The rows of a step of a contraction (triton/grouped.py)."""
@@ -27,3 +42,53 @@ def stored_by_columns(q_MK: Tensor) -> Tensor:
     needs to move.
     """
     return q_MK.t().clone(memory_format=torch.contiguous_format).t()
+
+
+def empty_q(x_MK: Tensor, fmt: str, transposed: bool = False) -> Tensor:
+    """The values of `x_MK` in 8 bits, (M, K)."""
+    dtype = FORMATS[fmt].dtype
+    return (
+        x_MK.new_empty(x_MK.shape[::-1], dtype=dtype).t()
+        if transposed
+        else x_MK.new_empty(x_MK.shape, dtype=dtype)
+    )
+
+
+def empty_rows(x_MK: Tensor, fmt: str, transposed: bool = False) -> QuantizedRows:
+    """`x_MK` with one scale per row."""
+    return QuantizedRows(empty_q(x_MK, fmt, transposed), _scale(x_MK, x_MK.shape[0], 1))
+
+
+def empty_columns(x_MK: Tensor, fmt: str, transposed: bool = False) -> QuantizedColumns:
+    """`x_MK` with one scale per column."""
+    return QuantizedColumns(empty_q(x_MK, fmt, transposed), _scale(x_MK, 1, x_MK.shape[1]))
+
+
+def empty_tensor(x_MK: Tensor, fmt: str, transposed: bool = False) -> QuantizedTensor:
+    """`x_MK` with one scale for all of it."""
+    return QuantizedTensor(empty_q(x_MK, fmt, transposed), _scale(x_MK, 1, 1))
+
+
+def empty_tensor_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Tensor]:
+    """`empty_tensor` stored row by row, and its q_MK again, stored column by column."""
+    return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
+
+
+def empty_blocks(x_MK: Tensor, block: Sequence[int], fmt: str, transposed: bool = False) -> QuantizedBlocks:
+    """`x_MK` with one float32 scale per block of `block` (rows, columns)."""
+    return QuantizedBlocks(empty_q(x_MK, fmt, transposed), _block_scale(x_MK, block, torch.float32))
+
+
+def empty_mx(x_MK: Tensor, dim: int, fmt: str, transposed: bool = False) -> QuantizedMX:
+    """`x_MK` with one E8M0 scale per 32 elements along `dim`."""
+    block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
+    return QuantizedMX(empty_q(x_MK, fmt, transposed), _block_scale(x_MK, block, torch.float8_e8m0fnu))
+
+
+def _scale(x_MK: Tensor, *shape: int) -> Tensor:
+    return x_MK.new_empty(shape, dtype=torch.float32)
+
+
+def _block_scale(x_MK: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+    # Rounded up: the last blocks may be smaller.
+    return x_MK.new_empty([-(-size // of) for size, of in zip(x_MK.shape, block, strict=True)], dtype=dtype)

@@ -29,15 +29,16 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import (
+from lptune.kernels.layout import (
     empty_blocks,
     empty_columns,
     empty_mx,
     empty_rows,
     empty_tensor,
     empty_tensor_both_ways,
+    stored,
+    stored_by_columns,
 )
-from lptune.kernels.layout import stored, stored_by_columns
 from lptune.kernels.op import op
 from lptune.kernels.packed_rows import HEADER_BYTES, empty_buffer, pack_rows
 from lptune.numerics import (

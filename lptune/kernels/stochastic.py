@@ -21,8 +21,14 @@ from torch import Tensor
 from lptune import numerics
 from lptune.kernels import native
 from lptune.kernels.backend import choose_backend, triton_kernels
-from lptune.kernels.fakes import empty_columns, empty_rows, empty_tensor, empty_tensor_both_ways
-from lptune.kernels.layout import stored, stored_by_columns
+from lptune.kernels.layout import (
+    empty_columns,
+    empty_rows,
+    empty_tensor,
+    empty_tensor_both_ways,
+    stored,
+    stored_by_columns,
+)
 from lptune.kernels.op import op
 from lptune.kernels.record import KEY, MICRO_BATCH, PART
 from lptune.numerics import FORMATS, QuantizedColumns, QuantizedRows, QuantizedTensor

@@ -21,7 +21,6 @@ from lptune.linear.module import (
     weights_changed,
 )
 from lptune.linear.plan import PLAN_COLUMNS, LayerPlan, Plan
-from lptune.linear.shared_input import READ_ONE_INPUT
 from lptune.linear.steps.delayed import DelayedScaling
 from lptune.linear.steps.precomputed import PrecomputedScales
 from lptune.linear.steps.stochastic import StochasticRounding
@@ -37,17 +36,24 @@ from lptune.linear.verify import (
 )
 from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
 from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_float32_group, padded_numel
-from lptune.linear.weights.int8_weight import Int8Weight, dequantized, int8_rows, row_scales
+from lptune.linear.weights.int8_weight import (
+    INT8_SCALE,
+    Int8Weight,
+    dequantized,
+    fill_stored,
+    int8_rows,
+    is_stored_in_place,
+    row_scales,
+    stored_beside,
+)
 from lptune.linear.weights.master_weight import GatheredWeight, MasterWeight, plain_rows
 from lptune.linear.weights.reduce_scatter import num_narrow_reductions, reduce_narrowly
 from lptune.linear.weights.row_tensor import RowTensor
-from lptune.linear.weights.stored import INT8_SCALE, fill_stored, is_stored_in_place, stored_beside
 
 __all__ = [
     "FSDP_AXIS",
     "INT8_SCALE",
     "PLAN_COLUMNS",
-    "READ_ONE_INPUT",
     "ComputeWeights",
     "DelayedScaling",
     "FirstStep",

@@ -23,7 +23,6 @@ from lptune.linear.instance_forward import has_own_forward, redirect
 from lptune.linear.kind import Kind, LinearSpec
 from lptune.linear.module import LowPrecisionLinear, num_groups
 from lptune.linear.plan import LayerPlan, OtherWeight, Plan
-from lptune.linear.shared_input import READ_ONE_INPUT, InputGroup
 from lptune.linear.verify import verify_first_update
 from lptune.linear.weights.compute_weights import is_parallelized
 
@@ -124,8 +123,6 @@ def convert(
                 share_used=_share_used(model, module),
             )
         )
-    if spec.multiplies_in_8_bits:
-        _group_readers(model)
     plan = Plan(precision.kind, tuple(layers), _frozen(model), _others(model))
     if not plan.converted:
         found = [each.reason for each in plan.layers] + [each.reason for each in plan.others]
@@ -165,16 +162,6 @@ def _is_native(kind: str, device: torch.device) -> bool:
         return convert(layer, precision, device=device).backend(device.type) != "emulation"
     except UserError:  # the device has no such GEMM
         return False
-
-
-def _group_readers(model: nn.Module) -> None:
-    for module in model.modules():
-        for names in READ_ONE_INPUT:
-            found = [module._modules.get(name) for name in names]
-            readers = [each for each in found if isinstance(each, LowPrecisionLinear)]
-            group = InputGroup(len(readers)) if len(readers) > 1 else None
-            for each in readers:
-                each.input_group = group
 
 
 def _frozen(model: nn.Module) -> tuple[str, ...]:

@@ -14,9 +14,10 @@ Shapes: S rows, E groups, K in_features, N out_features of one group, R = E * N.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.linear.kind import LinearSpec
+from lptune.linear.kind import LinearSpec, Needs
 from lptune.linear.module import LowPrecisionLinear, autocast, compute_weight, local_part
 
 
@@ -63,8 +64,22 @@ class _GroupedGemms(torch.autograd.Function):
     def backward(ctx: Any, g_SN: Tensor) -> tuple[Tensor | None, ...]:
         w_RK, ends_E, layer, *saved = ctx.saved_tensors
         weight_RK = compute_weight(w_RK, g_SN.dtype)
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs = Needs(*ctx.needs_input_grad[:2])
         gx_SK, gw_RK = ctx.spec.kind.grouped_backward(
-            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs_x, needs_w, ctx.most
+            ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs, ctx.most
         )
         return gx_SK, gw_RK, None, None, None, None
+
+
+# In compute dtype: where a GEMM is `high`, and to compare with.
+
+
+def multiply_groups(x_SC: Tensor, w_RK: Tensor, ends_E: Tensor, *, by_rows: bool) -> Tensor:
+    """Each group's rows of x times its matrix of w (E * N, K), turned if `by_rows`."""
+    w_ENK = w_RK.unflatten(0, (ends_E.shape[0], -1))
+    return F.grouped_mm(x_SC, w_ENK.transpose(1, 2) if by_rows else w_ENK, offs=ends_E)
+
+
+def grad_weight_of_groups(g_SN: Tensor, x_SK: Tensor, ends_E: Tensor) -> Tensor:
+    """g.T @ x over each group's own rows, (E * N, K)."""
+    return F.grouped_mm(g_SN.t(), x_SK, offs=ends_E).flatten(0, 1)

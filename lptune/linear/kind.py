@@ -20,10 +20,19 @@ from torch import Tensor, nn
 
 from lptune.config import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.kernels import HEADER_BYTES, Packed, Quantized, pack_rows
-from lptune.linear.shared_input import Once
 
 Agree = Callable[[Tensor], Tensor]
 """Maps this rank's amaxes to their elementwise maximum over ranks, by an all-reduce or a lookup."""
+
+Saved = tuple[Tensor, ...]
+"""What forward keeps for backward: the operand x of grad_weight."""
+
+
+class Needs(NamedTuple):
+    """Which gradients backward is to return."""
+
+    input: bool
+    weight: bool
 
 
 class Shard(NamedTuple):
@@ -114,7 +123,7 @@ class LinearSpec(NamedTuple):
 
 
 class Kind(ABC):
-    """The rules of one kind of low precision. It has no state; kernels/live.py has the state of layers.
+    """The rules of one kind of low precision. It has no state; kernels/record.py has the state of layers.
 
     A copy or a pickle of it is the kind of this name in KINDS.
     """
@@ -151,38 +160,22 @@ class Kind(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         """Returns (`x @ w.T` in x's dtype, the tensors that `backward` gets as `saved`).
 
         w_NK: has x's dtype; or is a GatheredWeight; or the RowTensor that the kind stores. layer: the layer
-        handle, for the count of GEMMs. quantized_x: q and scale of x, if x was gathered in 8 bits; x_TK is
-        then a placeholder of ones, and only its shape and dtype are used. once: quantizes x, for all layers
-        that read this x (shared_input.py).
+        handle, for the count of GEMMs. quantized_x: x, if it was gathered in 8 bits; x_TK is
+        then a placeholder of ones, and only its shape and dtype are used.
         """
 
     @abstractmethod
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         """Returns (grad_input, grad_weight) in g's dtype, each None if it is not needed.
 
-        w_NK: as in `forward`, in g's dtype. saved: from `forward`; empty if grad_weight is not needed. once:
-        makes the operand x of grad_weight, for all layers that read this x.
+        w_NK: as in `forward`, in g's dtype. saved: from `forward`; empty if grad_weight is not needed.
         """
 
     # --- The three GEMMs of a grouped layer (grouped.py).
@@ -193,7 +186,7 @@ class Kind(ABC):
 
     def grouped_forward(
         self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Saved]:
         """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end."""
         raise ValueError(self.why_not_grouped(spec))
 
@@ -203,10 +196,9 @@ class Kind(ABC):
         g_SN: Tensor,
         w_RK: Tensor,
         ends_E: Tensor,
-        saved: tuple[Tensor, ...],
+        saved: Saved,
         layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
+        needs: Needs,
         most: int | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `backward`; the arguments are those of `grouped_forward`. most: no group has more rows; None: a
@@ -275,7 +267,7 @@ class Kind(ABC):
     ) -> Quantized:
         """8-bit values and scales of a whole weight, bitwise those that `forward` multiplies by.
 
-        w_NK: any float dtype. beside: what a checkpoint stores beside it (weights/stored.py), by prefix.
+        w_NK: any float dtype. beside: what a checkpoint stores beside it (weights/int8_weight.py), by prefix.
         """
         shard = Shard(w_NK, 0, w_NK.shape[0], self.weight_block, compute_dtype)
         return self.quantize_shard(spec, shard, lambda amax: amax)

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from lptune.base.errors import UserError
-from lptune.kernels import LIVE, NUMBER, cast, expect_gather, handle_of_part, layer_handle
+from lptune.kernels import LIVE, NUMBER, Quantized, cast, expect_gather, handle_of_part, layer_handle
 from lptune.linear.dtensors import multiply_parts
 from lptune.linear.instance_forward import has_own_forward, redirect
-from lptune.linear.kind import LinearSpec
-from lptune.linear.shared_input import InputGroup, SharedInput, alone
+from lptune.linear.kind import LinearSpec, Needs
 from lptune.linear.weights.compute_weights import is_parallelized
 from lptune.linear.weights.master_weight import is_master, make_master, master_like, plain_rows, renumber
 from lptune.linear.weights.row_tensor import RowTensor
@@ -54,24 +53,18 @@ def local_part(parameter: Tensor, *, sums_gradient: bool = False) -> Tensor:
 
 
 def low_precision_linear(
-    x_TK: Tensor,
-    w_NK: Tensor,
-    layer: Tensor,
-    spec: LinearSpec,
-    quantized_x: tuple[Tensor, Tensor] | None = None,
-    shared: SharedInput | None = None,
+    x_TK: Tensor, w_NK: Tensor, layer: Tensor, spec: LinearSpec, quantized_x: Quantized | None = None
 ) -> Tensor:
     """Same as `x @ w.T` up to quantization. `spec` sets the precision of each of the three GEMMs.
 
     x_TK: compute dtype. w_NK: any float dtype, cast to x's dtype first; or a RowTensor, which is stored or
     gathered in 8 bits and is used unchanged. layer: the layer handle; kernels count GEMMs under its number.
-    quantized_x: q and scale of x, if x was gathered in 8 bits (spec.token_gather); x_TK then only carries the
-    gradient. shared: of the layers that read this x, by which x is quantized once for all of them; None: it
-    is quantized for this layer. Returns (T, N) in x's dtype.
+    quantized_x: x, if it was gathered in 8 bits (spec.token_gather); x_TK then only carries the gradient.
+    Returns (T, N) in x's dtype.
     """
     q, scale = quantized_x or (None, None)
     out_TN: Tensor = _Gemms.apply(  # type: ignore[no-untyped-call]
-        x_TK, w_NK, layer, spec, q, scale, shared
+        x_TK, w_NK, layer, spec, q, scale
     )
     return out_TN
 
@@ -86,17 +79,11 @@ class _Gemms(torch.autograd.Function):
         spec: LinearSpec,
         q: Tensor | None,
         scale: Tensor | None,
-        shared: SharedInput | None,
     ) -> Tensor:
-        quantized_x = None if q is None or scale is None else (q, scale)
+        quantized_x = None if q is None or scale is None else Quantized(q, scale)
         weight_NK = compute_weight(w_NK, x_TK.dtype)
-        once = alone if shared is None else shared.forward
-        out_TN, saved = spec.kind.forward(spec, x_TK, weight_NK, layer, quantized_x, once)
-        ctx.spec, ctx.shared = spec, None
-        if shared is not None and ctx.needs_input_grad[1]:
-            # Not all of `shared`: it would keep what forward made.
-            ctx.shared = shared.backward
-            shared.backward.readers += 1
+        out_TN, saved = spec.kind.forward(spec, x_TK, weight_NK, layer, quantized_x)
+        ctx.spec = spec
         # x is for grad_weight alone, which a frozen weight does not have.
         ctx.save_for_backward(w_NK, layer, *(saved if ctx.needs_input_grad[1] else ()))
         return out_TN
@@ -105,18 +92,11 @@ class _Gemms(torch.autograd.Function):
     def backward(ctx: Any, g_TN: Tensor) -> tuple[Tensor | None, ...]:
         w_NK, layer, *saved = ctx.saved_tensors
         weight_NK = compute_weight(w_NK, g_TN.dtype)
-        needs_x, needs_w = ctx.needs_input_grad[:2]
+        needs = Needs(*ctx.needs_input_grad[:2])
         gx_TK, gw_NK = ctx.spec.kind.backward(
-            ctx.spec,
-            g_TN.contiguous(),
-            weight_NK,
-            tuple(saved),
-            layer,
-            needs_x,
-            needs_w,
-            ctx.shared or alone,
+            ctx.spec, g_TN.contiguous(), weight_NK, tuple(saved), layer, needs
         )
-        return gx_TK, gw_NK, None, None, None, None, None
+        return gx_TK, gw_NK, None, None, None, None
 
 
 def compute_weight(w_NK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,9 +132,6 @@ class LowPrecisionLinear(nn.Linear):
 
     _before: type[nn.Linear]
     """The class to which `release` returns."""
-
-    input_group: InputGroup | None = None
-    """The layers that are expected to read the same x as this one; None if there are none."""
 
     @staticmethod
     def adopt(linear: nn.Linear, spec: LinearSpec) -> int:
@@ -211,7 +188,6 @@ class LowPrecisionLinear(nn.Linear):
         LIVE.leave(self.number)
         before = self._before
         del self.spec, self.number, self.handle, self._life, self._before
-        vars(self).pop("input_group", None)
         self.__class__ = before  # type: ignore[assignment]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -254,32 +230,19 @@ class LowPrecisionLinear(nn.Linear):
     def multiply(self, x: Tensor | QuantizedTokens) -> Tensor:
         """`forward_part` without adding the bias."""
         if isinstance(x, QuantizedTokens):
-            carrier, q, scale = x
-            return self._multiply(carrier, local_part(self.weight), self.handle, (q, scale))
-        x_cast = autocast(x)
-        shared = self._shared(x, x_cast.dtype)
-        return self._multiply(x_cast, local_part(self.weight), self.handle, shared=shared)
-
-    def _shared(self, x: Tensor, dtype: torch.dtype) -> SharedInput | None:
-        # The compiler merges equal calls of an op by itself.
-        if self.input_group is None or torch.compiler.is_compiling():
-            return None
-        return self.input_group.read(self.number, x, dtype, self.spec)
+            quantized = Quantized(x.q_TK, x.scale)
+            return self._multiply(x.carrier_BSK, local_part(self.weight), self.handle, quantized)
+        return self._multiply(autocast(x), local_part(self.weight), self.handle)
 
     def _multiply_part(self, x: Tensor, weight_NK: Tensor, part: int) -> Tensor:
         handle = handle_of_part(self.handle, part) if part and self.spec.stochastic else self.handle
         return self._multiply(x, weight_NK, handle)
 
     def _multiply(
-        self,
-        x: Tensor,
-        weight_NK: Tensor,
-        handle: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None = None,
-        shared: SharedInput | None = None,
+        self, x: Tensor, weight_NK: Tensor, handle: Tensor, quantized_x: Quantized | None = None
     ) -> Tensor:
         x_TK = x.reshape(-1, x.shape[-1])
-        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x, shared)
+        out_TN = low_precision_linear(x_TK, weight_NK, handle, self.spec, quantized_x)
         return out_TN.reshape(*x.shape[:-1], out_TN.shape[-1])
 
     def extra_repr(self) -> str:

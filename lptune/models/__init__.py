@@ -12,18 +12,18 @@ reading configs and presets does not import torch.
 import importlib
 from typing import TYPE_CHECKING
 
-from lptune.models.config import DecoderConfig, LayerConfig, RopeConfig
+from lptune.models.config import DecoderConfig
 from lptune.models.facts import Facts, Layer
 from lptune.models.families import FAMILIES, config_from_dict
 from lptune.models.headers import HFIndex, is_of_run, read_index
 from lptune.models.members import facts_of_preset, read_config
-from lptune.models.presets import HF_PRESETS, PRESETS, find_preset, preset_names
+from lptune.models.presets import HF_PRESETS, PRESETS, preset_names
 
 if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
     from lptune.models.backbone import Backbone, Part, aliases, build_on_meta, num_parameters, tie
     from lptune.models.cache import KVCache
-    from lptune.models.decoder import Block, Decoder, RMSNorm
+    from lptune.models.decoder import Decoder, RMSNorm
     from lptune.models.documents import DocumentBounds
     from lptune.models.frozen import freeze
     from lptune.models.loss import (
@@ -43,7 +43,6 @@ __all__ = [
     "IGNORE_INDEX",
     "PRESETS",
     "Backbone",
-    "Block",
     "Decoder",
     "DecoderConfig",
     "Divergence",
@@ -52,11 +51,9 @@ __all__ = [
     "HFIndex",
     "KVCache",
     "Layer",
-    "LayerConfig",
     "Objective",
     "Part",
     "RMSNorm",
-    "RopeConfig",
     "TopKDivergence",
     "WeightedSum",
     "Words",
@@ -65,7 +62,6 @@ __all__ = [
     "build_on_meta",
     "config_from_dict",
     "facts_of_preset",
-    "find_preset",
     "freeze",
     "is_of_run",
     "log_probabilities",
@@ -78,31 +74,22 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Block": "lptune.models.decoder",
-    "Decoder": "lptune.models.decoder",
-    "RMSNorm": "lptune.models.decoder",
-    "Backbone": "lptune.models.backbone",
-    "Part": "lptune.models.backbone",
-    "aliases": "lptune.models.backbone",
-    "build_on_meta": "lptune.models.backbone",
-    "num_parameters": "lptune.models.backbone",
-    "tie": "lptune.models.backbone",
-    "DocumentBounds": "lptune.models.documents",
-    "IGNORE_INDEX": "lptune.models.loss",
-    "activate_attention": "lptune.models.attention",
-    "freeze": "lptune.models.frozen",
-    "Divergence": "lptune.models.loss",
-    "KVCache": "lptune.models.cache",
-    "Objective": "lptune.models.loss",
-    "TopKDivergence": "lptune.models.loss",
-    "WeightedSum": "lptune.models.loss",
-    "log_probabilities": "lptune.models.loss",
-    "summed_cross_entropy": "lptune.models.loss",
-    "Words": "lptune.models.words",
+    "attention": ("activate_attention",),
+    "backbone": ("Backbone", "Part", "aliases", "build_on_meta", "num_parameters", "tie"),
+    "cache": ("KVCache",),
+    "decoder": ("Decoder", "RMSNorm"),
+    "documents": ("DocumentBounds",),
+    "frozen": ("freeze",),
+    "loss": (
+        *("IGNORE_INDEX", "Divergence", "Objective", "TopKDivergence", "WeightedSum"),
+        *("log_probabilities", "summed_cross_entropy"),
+    ),
+    "words": ("Words",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,6 +64,8 @@ def choose_backend(
     """
     device_type = planned_device_type() or device.type
     is_cuda = device_type == "cuda"
+    if config.has_sinks:
+        return "sdpa"
     if config.attention_softcap is not None:
         return "flex" if is_cuda else "explicit"
     has_flash = (

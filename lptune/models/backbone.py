@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.base.errors import UserError
+from lptune.models.attention import choose_backend
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.documents import DocumentBounds
 from lptune.models.facts import Facts
@@ -149,6 +150,9 @@ class Backbone(nn.Module, ABC):
         """
 
     @abstractmethod
+    def initial_value(self, name: str, seed: int) -> Tensor:
+        """The initial value of one parameter: float32, on the CPU, a function of (seed, name, shape) only."""
+
     def attention_backend(
         self,
         device: torch.device,
@@ -157,13 +161,10 @@ class Backbone(nn.Module, ABC):
         one_document_per_row: bool = False,
         seq_len: int | None = None,
     ) -> str:
-        """The name of the attention that forward uses for rows of `seq_len` tokens (None: long ones) on this
-        device in this compute dtype. For messages.
-        """
-
-    @abstractmethod
-    def initial_value(self, name: str, seed: int) -> Tensor:
-        """The initial value of one parameter: float32, on the CPU, a function of (seed, name, shape) only."""
+        """The name of the attention that forward uses for these rows: as `attention.choose_backend`."""
+        return choose_backend(
+            self.facts, device, dtype, one_document_per_row=one_document_per_row, seq_len=seq_len
+        )
 
     @property
     def float32_names(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lptune.models.attention import attend, choose_backend, make_visibilities
+from lptune.models.attention import attend, make_visibilities
 from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, Part, TensorPlan, drawn
 from lptune.models.cache import KVCache
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
@@ -242,49 +242,29 @@ class Decoder(Backbone):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks, one for each of `config.layers`."""
         return self.model.layers
 
     @property
     def embedding(self) -> nn.Module:
-        """The embedding of tokens, before the blocks."""
         return self.model.embed_tokens
 
     @property
     def head(self) -> nn.Module:
-        """The linear layer that makes raw logits."""
         return self.lm_head
 
     def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
-        """The hidden states of `Transformer.forward`, (B, S, H)."""
         hidden_BSH: Tensor = self.model(tokens_BS, documents)
         return hidden_BSH
 
-    def attention_backend(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        one_document_per_row: bool = False,
-        seq_len: int | None = None,
-    ) -> str:
-        """The attention backend (attention.py) for these rows."""
-        return choose_backend(
-            self.config, device, dtype, one_document_per_row=one_document_per_row, seq_len=seq_len
-        )
-
     def make_cache(self, batch: int, num_places: int) -> KVCache:
-        """A key-value cache on the device and in the dtype of the weights."""
         weight = next(self.parameters())
         return KVCache(self.config, batch, num_places, weight.device, weight.dtype)
 
     def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: Cache | None) -> Tensor:
-        """The hidden states of `Transformer.extend`. cache: of `make_cache`."""
         assert isinstance(cache, KVCache)
         return self.model.extend(tokens_BS, lengths_B, cache)
 
     def keep_blocks(self, numbers: Sequence[int]) -> None:
-        """Removes all blocks but these."""
         super().keep_blocks(numbers)
         self.config = self.model.config = self.config.with_layers(numbers)
 
@@ -329,7 +309,6 @@ class Decoder(Backbone):
         return TensorPlan(cuts, divided)
 
     def reset_buffers(self, device: torch.device | str | None = None) -> None:
-        """Recomputes the rope frequencies, which no checkpoint stores. device: None: where they are."""
         for table in self.model.ropes:
             assert isinstance(table, RopeTable)
             table.reset(table.inv_freq_F.device if device is None else torch.device(device))

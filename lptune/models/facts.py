@@ -56,6 +56,8 @@ class Facts(ABC):
     """Length in tokens of the longest document that the checkpoint was trained for."""
     attention_softcap: float | None = None
     """c in c * tanh(scores / c), which is applied before the mask; None: no soft-cap."""
+    has_sinks: bool = False
+    """Whether attention has scores for keys that are not there."""
     tied: bool = False
     """Whether head and embedding share one weight."""
     word_names: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
@@ -87,10 +89,24 @@ class Facts(ABC):
         """
 
     def attention_flops(self, lengths: "npt.ArrayLike") -> float:
-        """FLOPs of the attention of all layers, forward and backward. lengths: of documents, in tokens."""
-        from lptune.models.flops import attention_flops  # numpy
+        """FLOPs of the attention of all layers, forward and backward. lengths: of documents, in tokens.
 
-        return attention_flops(self, lengths)
+        For each query head and each pair of a query and a visible key, forward has two products of size D,
+        2 * 2D FLOPs, and backward four (for the gradients of scores, v, q and k): together 12D. Scores that
+        flash attention computes again in backward are recomputation and not counted; softmax, masks and norms
+        are no GEMMs. Only visible pairs count: L(L + 1) / 2 for a document of L tokens, which is half of the
+        often-used L * L, and fewer in a layer with a window.
+        """
+        import numpy as np  # here, since reading a config needs none
+
+        lengths_N = np.asarray(lengths, dtype=np.int64)
+
+        def num_pairs(window: int | None) -> int:
+            reach_N = lengths_N if window is None else np.minimum(lengths_N, window)
+            return int((reach_N * (reach_N + 1) // 2 + (lengths_N - reach_N) * reach_N).sum())
+
+        pairs = {window: num_pairs(window) for window in {layer.window for layer in self.layers}}
+        return 12.0 * self.num_heads * self.head_dim * sum(pairs[layer.window] for layer in self.layers)
 
     def with_layers(self, numbers: Sequence[int]) -> Self:
         """The facts of the model that has only the blocks with these numbers, in this order."""

@@ -389,11 +389,7 @@ def _check_supported(keys: Keys) -> str:
             "model_type", f"{family!r} is neither one of {supported} nor a causal model that transformers has"
         )
     read_scheme(keys)
-    names = keys.get("architectures")
-    if names and not isinstance(names, list):
-        raise keys.error("architectures", f"expected a list of names, found {names!r}")
-    if names and not any(str(name).endswith("ForCausalLM") for name in names):
-        raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
+    keys.check_architectures()
     for key in ("resid_pdrop", "embd_pdrop", "hidden_dropout"):
         keys.refuse(key, f"dropout is not supported, found {keys.get(key)}; set it to 0.0")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):

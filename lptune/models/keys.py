@@ -115,6 +115,14 @@ class Keys:
             raise self.error(key, "expected a list of numbers above 0")
         return tuple(float(x) for x in value)
 
+    def check_architectures(self) -> None:
+        """Raises UserError unless the file names a causal language model, or none."""
+        names = self.get("architectures")
+        if names and not isinstance(names, list):
+            raise self.error("architectures", f"expected a list of names, found {names!r}")
+        if names and not any(str(name).endswith("ForCausalLM") for name in names):
+            raise self.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
+
     def refuse(self, key: str, problem: str) -> None:
         """Raises UserError unless the value is null, false, 0 or empty."""
         if self.get(key):

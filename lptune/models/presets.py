@@ -11,6 +11,7 @@ fills them in. Without these keys transformers would use the published ids, whic
 have. This file imports no torch.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from lptune.models.defaults import BIASES, Dims
@@ -57,115 +58,54 @@ def _llama(dims: Dims, *, factor: float, original_len: int = 8192, **more: Any) 
     return _preset("llama", "Llama", dims, **{**common, "rope_scaling": rope, **more})
 
 
-def _qwen2(dims: Dims, **more: Any) -> Preset:
-    windows: Preset = {
-        "use_sliding_window": False,
-        "max_window_layers": dims.layers,
-        "sliding_window": 131072,
-    }
-    common: Preset = windows | {
-        "max_len": 131072,
-        "eps": 1e-6,
-        "hidden_act": "silu",
-        "rope_theta": 1_000_000.0,
-    }
-    return _preset("qwen2", "Qwen2", dims, **{**common, **more})
-
-
-def _qwen3(dims: Dims, **more: Any) -> Preset:
-    windows: Preset = {"use_sliding_window": False, "max_window_layers": dims.layers, "sliding_window": None}
-    common: Preset = windows | {
-        "max_len": 40960,
-        "eps": 1e-6,
-        "hidden_act": "silu",
-        "rope_theta": 1_000_000.0,
-    }
-    return _preset("qwen3", "Qwen3", dims, **{**common, "attention_bias": False, "head_dim": 128, **more})
-
-
-def _mistral(dims: Dims, **more: Any) -> Preset:
-    common: Preset = {"max_len": 32768, "eps": 1e-5, "tied": False, "hidden_act": "silu"}
-    return _preset("mistral", "Mistral", dims, **common, **more)
-
-
-def _gemma2(dims: Dims, **more: Any) -> Preset:
+def _qwen(family: str, architecture: str, dims: Dims, **more: Any) -> Preset:
     common: Preset = {
-        "max_len": 8192,
-        "eps": 1e-6,
-        "tied": True,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "rope_theta": 10_000.0,
-        "final_logit_softcapping": 30.0,
-        "attn_logit_softcapping": 50.0,
-        "head_dim": 256,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-    }
-    return _preset("gemma2", "Gemma2", dims, **{**common, **more})
+        "use_sliding_window": False, "max_window_layers": dims.layers, "sliding_window": None, "eps": 1e-6,
+        "hidden_act": "silu", "rope_theta": 1_000_000.0,
+    }  # fmt: skip
+    return _preset(family, architecture, dims, **{**common, **more})
 
 
-def _gemma3(dims: Dims, **more: Any) -> Preset:
-    common: Preset = {
-        "max_len": 32768,
-        "eps": 1e-6,
-        "tied": True,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-        "rope_scaling": None,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "query_pre_attn_scalar": 256,
-    }
-    return _preset("gemma3_text", "Gemma3", dims, **{**common, **more})
-
-
-def _phi(dims: Dims, **more: Any) -> Preset:
-    common: Preset = {"eps": 1e-5, "hidden_act": "silu", "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return _preset("phi3", "Phi3", dims, **common, **more)
+_qwen2 = functools.partial(_qwen, "qwen2", "Qwen2", max_len=131072, sliding_window=131072)
+_qwen3 = functools.partial(_qwen, "qwen3", "Qwen3", max_len=40960, attention_bias=False, head_dim=128)
+_mistral = functools.partial(
+    _preset, "mistral", "Mistral", max_len=32768, eps=1e-5, tied=False, hidden_act="silu"
+)
+_gemma2 = functools.partial(
+    _preset, "gemma2", "Gemma2", max_len=8192, eps=1e-6, tied=True, hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh", attention_bias=False, rope_theta=10_000.0,
+    final_logit_softcapping=30.0, attn_logit_softcapping=50.0, head_dim=256, sliding_window=4096,
+    query_pre_attn_scalar=256,
+)  # fmt: skip
+_gemma3 = functools.partial(
+    _preset, "gemma3_text", "Gemma3", max_len=32768, eps=1e-6, tied=True,
+    hidden_activation="gelu_pytorch_tanh", attention_bias=False, rope_theta=1_000_000.0,
+    rope_local_base_freq=10_000.0, rope_scaling=None, head_dim=256, sliding_window=512,
+    sliding_window_pattern=6, query_pre_attn_scalar=256,
+)  # fmt: skip
+_phi = functools.partial(
+    _preset, "phi3", "Phi3", eps=1e-5, hidden_act="silu", resid_pdrop=0.0, embd_pdrop=0.0
+)
 
 
 def _longrope(short_factor: list[float], long_factor: list[float]) -> Preset:
     return {"type": "longrope", "short_factor": short_factor, "long_factor": long_factor}
 
 
-def _olmo2(dims: Dims, **more: Any) -> Preset:
-    common: Preset = {
-        "max_len": 4096,
-        "eps": 1e-6,
-        "tied": False,
-        "hidden_act": "silu",
-        "attention_bias": False,
-    }
-    return _preset("olmo2", "Olmo2", dims, **common, rope_theta=500_000.0, rope_scaling=None, **more)
-
-
-def _smollm3(dims: Dims) -> Preset:
-    common: Preset = BIASES | {
-        "max_len": 65536,
-        "eps": 1e-6,
-        "tied": True,
-        "hidden_act": "silu",
-        "rope_scaling": None,
-    }
-    layers: Preset = {"no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None}
-    return _preset("smollm3", "SmolLM3", dims, **common, **layers, rope_theta=5_000_000.0)
-
-
-def _granite(dims: Dims, **more: Any) -> Preset:
-    common: Preset = BIASES | {
-        "max_len": 131072,
-        "eps": 1e-5,
-        "tied": True,
-        "hidden_act": "silu",
-        "rope_scaling": None,
-    }
-    scales: Preset = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}
-    return _preset("granite", "Granite", dims, **common, **scales, rope_theta=5_000_000.0, **more)
+_olmo2 = functools.partial(
+    _preset, "olmo2", "Olmo2", max_len=4096, eps=1e-6, tied=False, hidden_act="silu", attention_bias=False,
+    rope_theta=500_000.0, rope_scaling=None,
+)  # fmt: skip
+_smollm3 = functools.partial(
+    _preset, "smollm3", "SmolLM3", attention_bias=False, mlp_bias=False, max_len=65536, eps=1e-6, tied=True,
+    hidden_act="silu", rope_scaling=None, no_rope_layer_interval=4, use_sliding_window=False,
+    sliding_window=None, rope_theta=5_000_000.0,
+)  # fmt: skip
+_granite = functools.partial(
+    _preset, "granite", "Granite", attention_bias=False, mlp_bias=False, max_len=131072, eps=1e-5, tied=True,
+    hidden_act="silu", rope_scaling=None, embedding_multiplier=12.0, logits_scaling=8.0,
+    residual_multiplier=0.22, rope_theta=5_000_000.0,
+)  # fmt: skip
 
 
 def _yarn(factor: float, original_max_len: int, **more: Any) -> Preset:
@@ -366,20 +306,20 @@ class HFPreset(NamedTuple):
 # The sizes are those of the published config.json; those of the text part where the model also sees.
 
 
-def _qwen3_moe(dims: Dims, **more: Any) -> Preset:
-    # Qwen/Qwen3-30B-A3B
-    experts: Preset = {
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
-    }
-    common: Preset = {"max_len": 40960, "eps": 1e-6, "tied": False, "hidden_act": "silu", "head_dim": 128}
-    more = {**common, **experts, **more}
-    return _preset("qwen3_moe", "Qwen3Moe", dims, rope_theta=1_000_000.0, attention_bias=False, **more)
+_qwen3_moe = functools.partial(  # Qwen/Qwen3-30B-A3B
+    _preset, "qwen3_moe", "Qwen3Moe", rope_theta=1_000_000.0, attention_bias=False, max_len=40960, eps=1e-6,
+    tied=False, hidden_act="silu", head_dim=128, num_experts=128, num_experts_per_tok=8,
+    moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+    router_aux_loss_coef=0.001,
+)  # fmt: skip
+# zai-org/GLM-4.5-Air. Its block for further tokens is not trained (it passes on), and not counted.
+_glm4_moe = functools.partial(
+    _preset, "glm4_moe", "Glm4Moe", max_len=131072, eps=1e-5, tied=False, hidden_act="silu",
+    attention_bias=True, use_qk_norm=False, head_dim=128, partial_rotary_factor=0.5, rope_theta=1_000_000.0,
+    rope_scaling=None, n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8,
+    moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1, norm_topk_prob=True,
+    routed_scaling_factor=1.0, num_nextn_predict_layers=1,
+)  # fmt: skip
 
 
 def _gpt_oss(dims: Dims, **more: Any) -> Preset:
@@ -402,35 +342,6 @@ def _gpt_oss(dims: Dims, **more: Any) -> Preset:
         "layer_types": ["sliding_attention", "full_attention"] * (dims.layers // 2),
     }
     return _preset("gpt_oss", "GptOss", dims, **{**common, **more})
-
-
-def _glm4_moe(dims: Dims, **more: Any) -> Preset:
-    # zai-org/GLM-4.5-Air. Its block for further tokens is not trained (it passes on), and not counted.
-    experts: Preset = {
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 1,
-    }
-    common: Preset = {
-        "max_len": 131072,
-        "eps": 1e-5,
-        "tied": False,
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "use_qk_norm": False,
-        "head_dim": 128,
-        "partial_rotary_factor": 0.5,
-        "rope_theta": 1_000_000.0,
-        "rope_scaling": None,
-    }
-    return _preset("glm4_moe", "Glm4Moe", dims, **{**common, **experts, **more})
 
 
 def _qwen3_5(dims: Dims, *, value_heads: int, **more: Any) -> Preset:

@@ -1,19 +1,13 @@
 """Pure tensor maths of low precision: formats, scaling, rounding. No modules, no kernels."""
 
-from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT4, INT8, Format
-from lptune.numerics.groups import (
-    INT4_GROUP,
-    QuantizedGroups,
-    dequantize_groups,
-    quantize_groups,
-)
+from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
+from lptune.numerics.groups import INT4_GROUP, dequantize_groups, quantize_groups
 from lptune.numerics.mx import MX_BLOCK, QuantizedMX, quantize_mx, to_e8m0
 from lptune.numerics.quantize import (
     QuantizedBlocks,
     QuantizedColumns,
     QuantizedRows,
     QuantizedTensor,
-    Scale,
     dequantize,
     dequantize_blocks,
     expand_blocks,
@@ -26,7 +20,7 @@ from lptune.numerics.quantize import (
     round_to,
     scale_from_amax,
 )
-from lptune.numerics.rotation import ROTATION_BLOCK, rotate, rotation_runs
+from lptune.numerics.rotation import rotate, rotation_runs
 from lptune.numerics.rounding import (
     random_key,
     stochastic_round_to,
@@ -38,19 +32,15 @@ __all__ = [
     "E4M3",
     "E5M2",
     "FORMATS",
-    "INT4",
     "INT4_GROUP",
     "INT8",
     "MX_BLOCK",
-    "ROTATION_BLOCK",
     "Format",
     "QuantizedBlocks",
     "QuantizedColumns",
-    "QuantizedGroups",
     "QuantizedMX",
     "QuantizedRows",
     "QuantizedTensor",
-    "Scale",
     "dequantize",
     "dequantize_blocks",
     "dequantize_groups",

@@ -37,7 +37,6 @@ class MomentsOfAdamW(ListsMoments):
         return FLOAT32, FLOAT32
 
     def moment_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """Keys of both moments, as `storages` stores them."""
         return keys(self.storages(parameter))
 
     def new_moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
@@ -49,7 +48,6 @@ class MomentsOfAdamW(ListsMoments):
     def new_state(
         self, stored: tuple[Storage, Storage], parameter: nn.Parameter, make: Make = torch.zeros
     ) -> dict[str, Tensor]:
-        """The tensors of both moments by their keys; see Storage.new."""
         return new_state(stored, parameter, make)
 
     @torch.no_grad()
@@ -116,7 +114,6 @@ class AdamW(MomentsOfAdamW, torch.optim.AdamW):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Takes the arguments of torch.optim.AdamW."""
         super().__init__(*args, **options)
         if any(group["amsgrad"] for group in self.param_groups):
             raise ValueError("amsgrad=True keeps a third moment, which AdamW does not list; leave it out")

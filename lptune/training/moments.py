@@ -91,11 +91,9 @@ class Float32:
     SUFFIXES: ClassVar[tuple[str, ...]] = ("",)
 
     def new(self, parameter: Tensor, make: Make = torch.zeros) -> tuple[Tensor, ...]:
-        """One tensor, of the parameter's shape."""
         return (_like(parameter, torch.float32, make),)
 
     def num_bytes(self, local: Tensor) -> int:
-        """Four for each element of the part."""
         return 4 * local.numel()
 
     def read(self, parts: tuple[Tensor, ...], first_column: int = 0) -> Tensor:
@@ -118,15 +116,12 @@ class Bfloat16:
         self._stochastic = stochastic
 
     def new(self, parameter: Tensor, make: Make = torch.zeros) -> tuple[Tensor, ...]:
-        """One tensor, of the parameter's shape."""
         return (_like(parameter, torch.bfloat16, make),)
 
     def num_bytes(self, local: Tensor) -> int:
-        """Two for each element of the part."""
         return 2 * local.numel()
 
     def read(self, parts: tuple[Tensor, ...], first_column: int = 0) -> Tensor:
-        """The rows in float32, in a new tensor."""
         return parts[0].to(torch.float32)
 
     def write(self, parts: tuple[Tensor, ...], values_NK: Tensor, bits: RandomBits | None = None) -> None:
@@ -148,15 +143,12 @@ class Blocks8Bit:
         self._values, self._codes = values, _codes_of(values, above_zero)
 
     def new(self, parameter: Tensor, make: Make = torch.zeros) -> tuple[Tensor, ...]:
-        """Codes, and scales of shape (rows, blocks of a row)."""
         return _like(parameter, torch.uint8, make), zeros_by_blocks(parameter, BLOCK)
 
     def num_bytes(self, local: Tensor) -> int:
-        """1 for each element and 4 for each block."""
         return local.numel() + 4 * local.shape[0] * -(-local.shape[1] // BLOCK)
 
     def read(self, parts: tuple[Tensor, ...], first_column: int = 0) -> Tensor:
-        """`value[code] * scale`, in a new tensor."""
         codes_NK, scale_NB = parts
         values_NK = _look_up(self._values, codes_NK)
         for block, scale in _blocks(values_NK, scale_NB, first_column):

@@ -1,7 +1,7 @@
 """The record of a step, which becomes a line of metrics.jsonl.
 
 Model FLOPs are those of the linear layers (three GEMMs for every token of the rows, also padding, since it is
-computed) and of attention (models/flops.py: pairs that see each other), in forward and backward, without
+computed) and of attention (models/facts.py: pairs that see each other), in forward and backward, without
 recomputation. `mfu` is the time that they would take at the peaks, divided by the time of the step; 8-bit
 FLOPs of linear layers count at the peak of their format, the others and attention at that of bfloat16.
 `bf16_mfu` uses the peak of bfloat16 for all FLOPs: it is comparable with bf16 runs, and may exceed 1.

@@ -31,7 +31,6 @@ class SGD(ListsMoments, torch.optim.Optimizer):
         super().__init__(groups, options)
 
     def moment_keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        """The key of the momentum; without it nothing is kept."""
         return self.MOMENTS if self.defaults["momentum"] else ()
 
     @torch.no_grad()

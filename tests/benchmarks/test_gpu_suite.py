@@ -341,7 +341,7 @@ def test_every_variant_names_a_trial_or_a_key(load: Load) -> None:
         ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", "bf16 GEMM"),
         ("scaled_mm_kernel", "8-bit GEMM"),
         ("rows_kernel", "quantizer"),
-        ("quantize_row_and_column_blocks_kernel", "quantizer"),
+        ("quantize_blocks_kernel", "quantizer"),
         ("triton_poi_fused_add_mul_1", "compiled"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...FusedAdam...>", "optimizer"),

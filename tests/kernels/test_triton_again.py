@@ -75,7 +75,7 @@ def test_a_remembered_launch_takes_the_random_key_and_first_index_of_its_call(
     again.forget()
     for key, first in given:
         stochastic.quantize_stochastic(x, None, "int8", False, 0, key, first, False)
-    assert [each.arguments[8:10] for each in launched if "tiles" in each.kernel][-3:] == given
+    assert [each.arguments[9:11] for each in launched if "store" in each.kernel][-3:] == given
     assert len(again._remembered) == 1
 
 

@@ -40,6 +40,8 @@ def test_the_bits_are_those_of_the_definition(dim: int, fmt: str, power_of_two: 
     x, form = hard_matrix(), FORMATS[fmt]
     vector = {1: torch.linspace(0.1, 2, 70)[None], 0: torch.linspace(0.1, 2, 33)[:, None], 2: None}[dim]
     for multiplier, transposed, twice in ((None, False, False), (vector, True, False), (vector, False, True)):
+        if twice and dim != 2:
+            continue  # no gradient is stored twice but those with one scale
         folded = x if multiplier is None else x * multiplier
         q, scale = expected_stochastic(folded, form, power_of_two, dim, KEY, first)
         on_device = x.to(DEVICE), None if multiplier is None else multiplier.to(DEVICE)

@@ -12,7 +12,7 @@ from lptune import kernels, linear
 from lptune.config import PrecisionConfig
 from lptune.kernels import record_gemms
 from lptune.linear.grouped import LowPrecisionGroupedLinear
-from lptune.models.grouped import GroupedLinear, ends_of_groups
+from lptune.models.hf.experts import GroupedLinear, ends_of_groups
 
 KINDS = ("int8_rowcol", "int8_rotated", "float8_rowwise", "float8_rowwise_with_gw_hp")
 K, N = 128, 80

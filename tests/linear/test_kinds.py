@@ -15,8 +15,7 @@ from lptune.config import PRECISION_KINDS, PrecisionConfig
 from lptune.kernels import GEMMS, Quantized, pack_rows
 from lptune.kernels.backend import BACKENDS
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
-from lptune.linear.kind import Shard
-from lptune.linear.shared_input import alone
+from lptune.linear.kind import Needs, Shard
 from lptune.linear.weights.weight_amax import shard_amaxes
 from tests.helpers import cold
 
@@ -118,14 +117,12 @@ def _operands(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tens
     return x, w, g
 
 
-def _gemms(
-    kind: Kind, spec: LinearSpec, w_NK: Tensor, quantized_x: tuple[Tensor, Tensor] | None = None
-) -> list[Tensor]:
+def _gemms(kind: Kind, spec: LinearSpec, w_NK: Tensor, quantized_x: Quantized | None = None) -> list[Tensor]:
     x, _, g = _operands()
     handle = torch.tensor([-1, 0, 0, 0])
     seen = x.new_zeros(()).expand_as(x) if quantized_x else x
-    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x, alone)
-    gx, gw = kind.backward(spec, g, w_NK, saved, handle, True, True, alone)
+    out, saved = kind.forward(spec, seen, w_NK, handle, quantized_x)
+    gx, gw = kind.backward(spec, g, w_NK, saved, handle, Needs(True, True))
     assert gx is not None
     assert gw is not None
     return [out, gx, gw]
@@ -200,7 +197,7 @@ def test_tokens_that_ranks_quantized_give_the_bits_of_all_tokens(kind: Kind) -> 
     parts = [kind.quantize_tokens(spec, part, agree) for part in x_TK.chunk(NUM_RANKS)]
     assert len(asked) == (0 if kind.row_scales else NUM_RANKS)
     scale = torch.cat([part.scale for part in parts]) if kind.row_scales else parts[0].scale
-    quantized_x = torch.cat([part.q_NK for part in parts]), scale
+    quantized_x = Quantized(torch.cat([part.q_NK for part in parts]), scale)
     for plain, low in zip(_gemms(kind, spec, w_NK), _gemms(kind, spec, w_NK, quantized_x), strict=True):
         assert torch.equal(plain, low)
 

@@ -18,8 +18,7 @@ from lptune.cli import recipe
 from lptune.config import PRECISION_KINDS, FinetuneConfig, KindKeys, PrecisionConfig, load_config
 from lptune.kernels import GRAD_INPUT, OUTPUT, Quantized, quantize_rows, scaled_mm
 from lptune.linear import KINDS, GatheredWeight, Kind, LinearSpec
-from lptune.linear.kind import Agree, Shard
-from lptune.linear.shared_input import Once
+from lptune.linear.kind import Agree, Needs, Saved, Shard
 from lptune.plan.dry_run import dry_run
 from tests.helpers import tiny_run
 from tests.helpers.ranks import run_ranks
@@ -47,16 +46,10 @@ class Ternary(Kind):
     row_scales = True
 
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         assert quantized_x is None
-        x, w = once(lambda: quantize_rows(x_TK, spec.fmt)), _ternary(w_NK)
+        x, w = quantize_rows(x_TK, spec.fmt), _ternary(w_NK)
         if spec.output == "high":
             return x_TK @ _dequantized(w, x_TK.dtype).t(), (x_TK,)
         out_TN = scaled_mm(
@@ -65,25 +58,17 @@ class Ternary(Kind):
         return out_TN, (x_TK,)
 
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         gx_TK, w = None, _ternary(w_NK)
-        if needs_grad_input and spec.grad_input == "high":
+        if needs.input and spec.grad_input == "high":
             gx_TK = g_TN @ _dequantized(w, g_TN.dtype)
-        elif needs_grad_input:
+        elif needs.input:
             g = quantize_rows(g_TN, spec.grad_fmt, multiplier_1K=w.scale.t())
             gx_TK = scaled_mm(
                 g.q_MK, w.q_NK, g.scale_M1, None, g_TN.dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
-        return gx_TK, g_TN.t() @ saved[0] if needs_grad_weight else None
+        return gx_TK, g_TN.t() @ saved[0] if needs.weight else None
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return "int8 x ternary" if gemm == "output" else "int8 x ternary folded"

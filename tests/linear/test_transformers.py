@@ -13,31 +13,18 @@ from torch import nn
 from lptune import linear, models, training
 from lptune.config import OptimizerConfig, PrecisionConfig
 
+ON_A_CPU: dict[str, Any] = {
+    "use_cpu": True, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+}  # fmt: skip
+"""Arguments of transformers' and TRL's trainers."""
 
-@pytest.mark.parametrize("family", ["llama3_1", "qwen3"])
-def test_a_transformers_model_trains_in_int8_in_a_plain_loop(family: str) -> None:
+
+def _tiny(family: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    preset = copy.deepcopy(models.PRESETS[family]["tiny"])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset), dtype=torch.bfloat16).train()
-    names = list(model.state_dict())
-    plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"))
-    assert len(plan.converted) == len(plan.layers) - 1  # all but the head
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    tokens = torch.randint(0, preset["vocab_size"], (4, 32))
-    first_step = linear.FirstStep(model, plan, enabled=True, report=lambda line: None)
-    losses = []
-    for _ in range(15):
-        with first_step(num_passes=1):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert first_step.verified.num_gemms == 3 * len(plan.converted)
-    assert losses[-1] < 0.8 * losses[0]
-    assert list(model.state_dict()) == names
+    preset = copy.deepcopy(models.PRESETS[family]["tiny"])
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
 
 
 @pytest.mark.parametrize(
@@ -51,30 +38,16 @@ def test_a_transformers_model_trains_in_int8_in_a_plain_loop(family: str) -> Non
 def test_a_transformers_model_trains_in_int8_in_transformers_trainer(
     family: str, kind: str, tmp_path: Path
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    preset = copy.deepcopy(models.PRESETS[family]["tiny"])
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
+    model = _tiny(family)
     plan = linear.convert(model, PrecisionConfig(kind=kind))
     stored_in_int8 = kind == "int8_weight_only"
     optimizer = training.build_optimizer(model, OptimizerConfig(lr=3e-3)) if stored_in_int8 else None
-    tokens = torch.randint(0, preset["vocab_size"], (4, 32))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 256, (4, 32))]
     num_steps = 15
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        max_steps=num_steps,
-        learning_rate=3e-3,
-        lr_scheduler_type="constant",
-        bf16=True,
-        use_cpu=True,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    keys = {"max_steps": num_steps, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "bf16": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, **keys, **ON_A_CPU)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(optimizer, None))
     with linear.verify_step(model, plan, num_steps) as verified:
         trainer.train()
@@ -91,15 +64,13 @@ def test_a_model_trains_in_int8_in_trls_sft_trainer(tmp_path: Path) -> None:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(WordLevel({"<eos>": 0, **{f"w{i}": i for i in range(1, 256)}}, unk_token="<eos>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
     losses = {}
     for kind in ("none", "int8_rowcol"):
-        torch.manual_seed(0)
-        preset = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
+        model = _tiny("llama3_1")
         plan = linear.convert(model, kind)
         arguments = trl.SFTConfig(
             output_dir=str(tmp_path),
@@ -110,11 +81,7 @@ def test_a_model_trains_in_int8_in_trls_sft_trainer(tmp_path: Path) -> None:
             lr_scheduler_type="constant",
             bf16=False,
             gradient_checkpointing=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **ON_A_CPU,
         )
         rows = torch.randint(1, 256, (8, 16), generator=torch.Generator().manual_seed(0)).tolist()
         callback = _callback(model, plan)
@@ -135,10 +102,7 @@ def test_a_model_trains_in_int8_in_trls_sft_trainer(tmp_path: Path) -> None:
 
 def _broken_model() -> tuple[Any, linear.Plan]:
     """A converted model of which one layer falls back to compute dtype."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    preset = copy.deepcopy(models.PRESETS["llama3_1"]["tiny"])
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**preset))
+    model = _tiny("llama3_1")
     plan = linear.convert(model, "int8_rowcol")
     planted = model.model.layers[0].mlp.up_proj
     planted.forward = lambda x: torch.nn.functional.linear(x, planted.weight)
@@ -168,10 +132,7 @@ def test_a_fall_back_under_transformers_trainer_is_named(with_callback: bool, tm
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         max_steps=1,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **ON_A_CPU,
     )
     callbacks = [_callback(model, plan)] if with_callback else []
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)

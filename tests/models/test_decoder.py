@@ -1,16 +1,14 @@
-"""The decoder under what the library does to it: meta device, tying, casting, compiling, sharding."""
+"""The decoder under what the library does to it: meta device, tying, casting and compiling."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lptune.models import PRESETS, DocumentBounds, build_on_meta, config_from_dict
+from lptune.models import PRESETS, build_on_meta, config_from_dict
 from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
 
 # Dynamo looks at .grad of what it is given, and hides the warning too late for warnings that are errors.
@@ -67,14 +65,6 @@ def test_initial_weights_are_a_function_of_seed_and_name_alone() -> None:
     n = weights[name].numel()
     assert abs(weights[name].std() - 0.02) < 4 * 0.02 / (2 * n) ** 0.5
     assert not weights["model.norm.weight"].any()  # Gemma's identity; elsewhere it is one
-
-
-def test_forward_without_documents_equals_one_document_per_row() -> None:
-    for name in ("llama3_2-tiny", "gemma2-tiny", "gemma3-tiny", "phi4-tiny"):
-        ours, _ = twins(CHECKPOINTS[name])
-        tokens_BS = random_tokens(2, SEQ_LEN)
-        single = ours(tokens_BS, DocumentBounds.single(2, SEQ_LEN))
-        torch.testing.assert_close(ours(tokens_BS), single, rtol=0, atol=1e-5)
 
 
 def test_masked_tail_document_gets_gradients_of_exactly_zero() -> None:
@@ -151,42 +141,6 @@ def test_other_documents_of_the_same_shape_do_not_recompile(fresh_dynamo: None) 
         loss = compiled(tokens_BS, documents, labels_BS)
         torch.testing.assert_close(loss, ours(tokens_BS, documents, labels_BS), rtol=1e-5, atol=0)
     assert counter.frame_count == 1
-
-
-@pytest.fixture
-def one_rank(tmp_path: Any) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ["llama3_2-tiny", "gemma2-tiny", "phi4-tiny", "smollm3-tiny"])
-def test_fsdp_over_one_rank_computes_the_same_and_keeps_the_tie(name: str, one_rank: None) -> None:
-    ours, _ = twins(CHECKPOINTS[name])
-    weights = ours.state_dict()
-    tokens_BS, documents = random_tokens(2, SEQ_LEN), packed(LENGTHS)
-    labels_BS = random_labels(tokens_BS)
-    expected = ours.bfloat16()(tokens_BS, documents, labels_BS)
-
-    model = build_on_meta(ours.config)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    mesh = dist.init_device_mesh("cpu", (1,))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device="cpu")
-    model.reset_buffers("cpu")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            parameter.to_local().copy_(weights[key])
-    loss = model(tokens_BS, documents, labels_BS)
-    # bf16 compute on both sides; the order of operations is the same
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    loss.backward()
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is not None, key
-        assert parameter.grad.dtype is torch.float32
 
 
 @pytest.mark.parametrize("name", ["llama3_2-tiny", "gemma3-tiny", "mistral-tiny"])

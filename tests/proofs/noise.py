@@ -46,10 +46,9 @@ from torch import Tensor
 from lptune import numerics
 from lptune.linear import Kind, LinearSpec
 from lptune.linear.kinds.blockwise import Blockwise
-from lptune.linear.kinds.int4_weight import Int4Weight
-from lptune.linear.kinds.int8_weight_only import Int8WeightOnly
 from lptune.linear.kinds.rowwise import Rowwise
 from lptune.linear.kinds.tensorwise import Tensorwise
+from lptune.linear.kinds.weight_only import Int4Weight, Int8WeightOnly
 from lptune.numerics import (
     FORMATS,
     INT8,

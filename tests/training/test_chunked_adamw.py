@@ -58,9 +58,13 @@ def test_an_update_is_unbiased_in_every_element_and_as_noisy_as_stochastic_round
         _step(layer, gradient, cfg, seed)
         total += _weight(layer).dequantize().double() - wanted
     scale = numerics.quantize_rows(twin.weight.detach()).scale_M1.double()
-    fraction = (wanted / scale) % 1.0
+    assert_unbiased(total, (wanted / scale) % 1.0, scale, num_seeds)
+
+
+def assert_unbiased(total: Tensor, fraction: Tensor, step: Tensor, num_seeds: int) -> None:
+    """total: errors of each element, summed over seeds; fraction: of a step, that rounding goes up."""
     # Goes up with probability p = fraction: mean 0, variance p (1 - p) steps squared.
-    variance = num_seeds * fraction * (1 - fraction) * scale**2
+    variance = num_seeds * fraction * (1 - fraction) * step**2
     assert abs(float(total.sum() / variance.sum().sqrt())) < 4
     # Element by element. Where p is near 0 or 1, a sum of 256 draws is not yet normal.
     z = (total / variance.sqrt())[(fraction > 0.1) & (fraction < 0.9)]

@@ -26,9 +26,11 @@ from lptune.training.in_backward import UpdateInBackward, build_update
 from tests.helpers import tiny_run
 from tests.helpers.ranks import Ranks
 from tests.helpers.tiny_run import TinyRun
-from tests.training.test_update import host_reads
+from tests.training.test_update import differing, host_reads, state_of
 
-KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+Settings = tuple[str, dict[str, Any], dict[str, Any]]
+"""precision.kind, keys of the optimizer, and others."""
+KINDS: dict[str, Settings] = {
     "adamw": ("int8_rowcol", {}, {"activation_checkpointing": "full"}),
     "adamw_8bit": ("float8_tensorwise", {"kind": "adamw_8bit"}, {}),
     "averages": ("float8_delayed", {"ema_decay": 0.9}, {}),
@@ -37,20 +39,30 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sgd": ("int8_rowcol", {"kind": "sgd", "momentum": 0.9}, {}),
     "muon": ("int8_rowcol", {"kind": "muon"}, {}),
 }
-"""precision.kind, keys of the optimizer, and others. The second's scales are measured after each step."""
+"""The second's scales are measured after each step."""
 
 
-class _Loop:
+class Loop:
     """The recipe's step of one micro-batch on each rank."""
 
     def __init__(
-        self, kind: str, world: distributed.World, *, in_backward: bool, max_grad_norm: float = 0.0
+        self,
+        settings: Settings,
+        world: distributed.World,
+        *,
+        in_backward: bool,
+        max_grad_norm: float = 0.0,
+        cpu_offload: bool = False,
+        parallel: ParallelConfig | None = None,
     ) -> None:
-        precision, keys, more = KINDS[kind]
+        """cpu_offload: of the optimizer."""
+        precision, keys, more = settings
         self.cfg = tiny_run.config(
             precision,
-            optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, in_backward=in_backward, **keys),
-            parallel=ParallelConfig(tensor=world.tensor_size),
+            optimizer=OptimizerConfig(
+                lr=1e-3, weight_decay=0.1, in_backward=in_backward, cpu_offload=cpu_offload, **keys
+            ),
+            parallel=parallel or ParallelConfig(tensor=world.tensor_size),
             max_grad_norm=max_grad_norm,
             **more,
         )
@@ -77,20 +89,7 @@ class _Loop:
         return self.update(loss.detach(), num_targets)
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's part of weights and of what the optimizer and low precision keep."""
-        distributed.reshard(self.run.model)
-        found = dict(self.run.low.state())
-        for name, parameter in self.run.model.named_parameters():
-            found[name] = linear.dequantized(parameter.detach())
-            for key, value in self.run.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    found[f"{key}/{name}"] = value
-        return {name: distributed.on_this_rank(tensor).clone() for name, tensor in found.items()}
-
-
-def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+        return state_of(self.run)
 
 
 def _beside_an_update_after_backward(
@@ -99,15 +98,15 @@ def _beside_an_update_after_backward(
     found = {}
     with distributed.session("cpu", ParallelConfig(**axes)) as world:
         for kind in kinds:
-            after, within = (_Loop(kind, world, in_backward=each) for each in (False, True))
+            after, within = (Loop(KINDS[kind], world, in_backward=each) for each in (False, True))
             before = within.state()
             updated = [(after.step(step), within.step(step)) for step in range(3)]
             state = within.state()
             found[kind] = {
                 "updated": updated,
                 "left": (after.num_left, within.num_left),
-                "differing": _differing(after.state(), state),
-                "trained": len(_differing({name: state[name] for name in before}, before)),
+                "differing": differing(after.state(), state),
+                "trained": len(differing({name: state[name] for name in before}, before)),
                 "num_parameters": len(list(within.run.model.parameters())),
             }
     return found
@@ -138,8 +137,8 @@ def _clipped(rank: int, num_ranks: int) -> list[Any]:
     """Steps that are clipped in backward, beside ones whose gradients are multiplied by hand."""
     limit, found = 0.5, []
     with distributed.session("cpu") as world:
-        within = _Loop("adamw", world, in_backward=True, max_grad_norm=limit)
-        by_hand = _Loop("adamw", world, in_backward=False)
+        within = Loop(KINDS["adamw"], world, in_backward=True, max_grad_norm=limit)
+        by_hand = Loop(KINDS["adamw"], world, in_backward=False)
         factor = 1.0  # the first step does not clip
         for step, spoilt in enumerate((1.0, 1.0, math.nan, 1.0)):
             updated = within.step(step, factor=spoilt)
@@ -151,7 +150,7 @@ def _clipped(rank: int, num_ranks: int) -> list[Any]:
             norm = torch.tensor(updated.grad_norm, dtype=torch.float32)
             factor = float((limit / (norm + 1e-6)).clamp(max=1.0))
             assert factor < 1
-            found.append(_differing(within.state(), by_hand.state()))
+            found.append(differing(within.state(), by_hand.state()))
             assert within.update.counts()["last_grad_norm"] == updated.grad_norm
     return found
 
@@ -171,7 +170,7 @@ def _with_bad_steps(rank: int, num_ranks: int, kind: str) -> dict[str, Any]:
     """
     is_last = rank == num_ranks - 1
     with distributed.session("cpu") as world:
-        loop, twin = (_Loop(kind, world, in_backward=True) for _ in range(2))
+        loop, twin = (Loop(KINDS[kind], world, in_backward=True) for _ in range(2))
         states, updated = [], []
         for step in range(4):
             factor = math.nan if step == 1 and is_last else 1.0
@@ -185,10 +184,10 @@ def _with_bad_steps(rank: int, num_ranks: int, kind: str) -> dict[str, Any]:
         return {
             "skipped": [each.skipped for each in updated],
             "loss_is_finite": [math.isfinite(each.loss) for each in updated],
-            "by_loss": _differing(states[0], states[1]),
-            "by_gradient": _differing(states[1], states[2]),
+            "by_loss": differing(states[0], states[1]),
+            "by_gradient": differing(states[1], states[2]),
             "not_finite": [name for name, each in states[-1].items() if not each.isfinite().all()],
-            "unlike_a_run_without_the_first": _differing(states[-1], twin.state()),
+            "unlike_a_run_without_the_first": differing(states[-1], twin.state()),
             "counts": loop.update.counts(),
             "names": [name for name, _ in loop.run.model.named_parameters()],
         }
@@ -197,7 +196,7 @@ def _with_bad_steps(rank: int, num_ranks: int, kind: str) -> dict[str, Any]:
 _FOREACH_NORM = torch._foreach_norm
 
 
-def _spoiling(loop: _Loop) -> Any:
+def _spoiling(loop: Loop) -> Any:
     """_foreach_norm that sets an element of SPOILT's gradient on the last rank to inf before it looks."""
     parameter = loop.run.model.get_parameter(SPOILT)
 
@@ -241,7 +240,7 @@ def test_a_step_that_is_updated_in_part_is_told_and_so_is_the_end_of_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with distributed.session("cpu") as world:
-        loop = _Loop("adamw", world, in_backward=True)
+        loop = Loop(KINDS["adamw"], world, in_backward=True)
         loop.step(0)
         loop.step(1, factor=math.nan)
         assert "the weights are still those of step 1," in str(loop.update.diverged(2, None, Path("run")))
@@ -256,7 +255,7 @@ def test_a_step_that_is_updated_in_part_is_told_and_so_is_the_end_of_the_run(
 
 def test_a_resume_clips_by_the_norm_that_was_saved() -> None:
     with distributed.session("cpu") as world:
-        loops = [_Loop("adamw", world, in_backward=True, max_grad_norm=0.1) for _ in range(3)]
+        loops = [Loop(KINDS["adamw"], world, in_backward=True, max_grad_norm=0.1) for _ in range(3)]
         whole, resumed, forgetful = loops
         for loop in loops:
             loop.step(0)
@@ -265,14 +264,14 @@ def test_a_resume_clips_by_the_norm_that_was_saved() -> None:
         resumed.update.restore(whole.update.counts())
         for loop in loops:
             loop.step(1)
-        assert _differing(whole.state(), resumed.state()) == []
-        assert _differing(whole.state(), forgetful.state()) != []
+        assert differing(whole.state(), resumed.state()) == []
+        assert differing(whole.state(), forgetful.state()) != []
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
 def test_the_host_reads_once_a_step(kind: str) -> None:
     with distributed.session("cpu") as world:
-        loop = _Loop(kind, world, in_backward=True, max_grad_norm=0.1)
+        loop = Loop(KINDS[kind], world, in_backward=True, max_grad_norm=0.1)
         layers = [each for each in loop.run.model.modules() if isinstance(each, linear.LowPrecisionLinear)]
         for step in range(2):
             batch = tiny_run.micro_batch(step, 0, 0)
@@ -385,7 +384,7 @@ def test_a_save_in_the_background_is_copied_before_backward_changes_a_weight(tmp
         return linear.dequantized(tensor)
 
     with distributed.session("cpu") as world, mock.patch.object(checkpoint.save, "dequantized", slow):
-        loop = _Loop("adamw", world, in_backward=True)
+        loop = Loop(KINDS["adamw"], world, in_backward=True)
         loop.step(0)
         run, cfg = loop.run, CheckpointConfig()
         with checkpoint.CheckpointWriter(tmp_path, run.model, run.optimizer, world, cfg) as writer:

@@ -219,38 +219,6 @@ def test_a_negative_estimate_is_cut_off_at_zero(
     assert z.item() == 0.0
 
 
-def test_packed_documents_equal_those_in_rows_of_their_own(
-    model: Twins, before: Twins, world: distributed.World
-) -> None:
-    """With the same pairs of prompts and answers: packing decides the pairs, not the numbers."""
-    rows = answers()
-    single = [
-        data.Rows(each.documents, one_document_per_row(NUM_ANSWERS), seq_len=SEQ_LEN, pad_id=0)
-        for each in (rows, rows.mismatched)
-    ]
-    packed = training.answers_log_p(before.ours, {"rows": rows}, config(), world, mismatched=True)["rows"]
-    found = training.answers_log_p(before.ours, dict(enumerate(single)), config(), world)  # type: ignore[arg-type]
-    assert torch.allclose(packed, torch.stack([found[0], found[1]], 1), rtol=1e-5, atol=1e-5)  # type: ignore[index]
-    with torch.no_grad():
-        loss, _, z, _ = step_of_ours(model, before, rows, world)
-        batches = [each.batch(range(NUM_ANSWERS)) for each in single]
-        alone_z = training.unrelated_ratio(model.ours, batches[1:], packed, world)
-        alone_loss, _ = batch_loss(model.ours, batches[0], single[0], packed, alone_z, config())
-    assert alone_z.item() == pytest.approx(z.item(), rel=1e-4)
-    assert alone_loss.item() == pytest.approx(loss.item(), rel=1e-5)
-
-
-def test_the_loss_at_the_start_is_half_the_mean_weight(model: Twins, world: distributed.World) -> None:
-    rows = answers()
-    with torch.no_grad():
-        loss, _, z, _ = step_of_ours(model, model, rows, world)
-    num_desirable = int(rows.documents.is_desirable_N.sum())
-    assert z.item() == pytest.approx(0.0, abs=1e-5)
-    assert loss.item() == pytest.approx(
-        (1.25 * num_desirable + 0.75 * (NUM_ANSWERS - num_desirable)) / 2, rel=1e-5
-    )
-
-
 @pytest.mark.parametrize(("distance", "label"), [(90.0, True), (-90.0, True), (90.0, False), (-90.0, False)])
 def test_the_loss_stays_exact_where_an_answer_is_far_from_z(distance: float, label: bool) -> None:
     """Against float64: 1 - sigmoid(x) would be 0 in float32 from x = 17 on, with a gradient of 0."""

@@ -1,8 +1,6 @@
 """Weights in bfloat16 without a float32 master: right in expectation, with the same bits on any number of
 ranks."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from lptune import distributed, numerics, training
 from lptune.config import OptimizerConfig
 from lptune.training import chunked_adamw, moments
 from tests.helpers.ranks import Ranks
+from tests.training.test_chunked_adamw import assert_unbiased
 
 K = 144
 
@@ -99,16 +98,9 @@ def test_an_update_is_unbiased_in_every_element() -> None:
     total = torch.zeros_like(wanted)
     for seed in range(num_seeds):
         total += _stepped(_model(), "adamw", seed=seed)[name].double() - wanted
-    below = (wanted.float().view(torch.int32) & -0x10000).view(torch.float32).double()
-    step = ((wanted.float().view(torch.int32) & -0x10000) + 0x10000).view(torch.float32).double() - below
-    fraction = (wanted - below) / step
-    # Goes up with probability p = fraction: mean 0, variance p (1 - p) steps squared.
-    variance = num_seeds * fraction * (1 - fraction) * step**2
-    assert abs(float(total.sum() / variance.sum().sqrt())) < 4
-    z = (total / variance.sqrt())[(fraction > 0.1) & (fraction < 0.9)]
-    assert z.numel() > 1000
-    # The square of a normal number has mean 1 and variance 2.
-    assert abs(float(z.square().mean()) - 1) < 4 * math.sqrt(2 / z.numel())
+    below32 = wanted.float().view(torch.int32) & -0x10000
+    below, above = (each.view(torch.float32).double() for each in (below32, below32 + 0x10000))
+    assert_unbiased(total, (wanted - below) / (above - below), above - below, num_seeds)
 
 
 def test_weight_and_moment_draw_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lptune import models, training
 from lptune.config import OptimizerConfig
-from lptune.models.grouped import GroupedLinear
+from lptune.models.hf.experts import GroupedLinear
 from lptune.training import muon
 
 SHAPES = [(48, 32), (32, 80), (40, 40), (7, 1)]

@@ -1,6 +1,5 @@
-"""Preference losses: against transformers with each answer alone, against TRL, packed against unpacked."""
+"""Preference losses of packed rows: against transformers with each answer alone, and against TRL."""
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.config import DataConfig, ModelConfig, PreferenceConfig, PreferenceLossConfig
 from lptune.data.documents import Documents, offsets_of
-from lptune.data.packing import one_group_per_row, pack_groups
+from lptune.data.packing import pack_groups
 from lptune.models import PRESETS
 from tests.helpers.models_oracle import Twins, twins
 from tests.helpers.trl_peer import loss_of
@@ -37,7 +36,7 @@ LOSSES = {
 }
 
 
-def preferences(*, packing: bool = True) -> data.Rows:
+def preferences() -> data.Rows:
     """Random tokens; answers of 1 to 9 tokens, after a prompt of 2 to 9 that both documents begin with."""
     draw = np.random.default_rng(0)
     documents, targets = [], []
@@ -55,8 +54,7 @@ def preferences(*, packing: bool = True) -> data.Rows:
         answers_N2=np.zeros((len(documents), 2), dtype=np.int32),
         prompt_keys_N=np.zeros(len(documents), dtype=np.uint64),
     )
-    packed = pack_groups(lengths, 2, SEQ_LEN, 0) if packing else one_group_per_row(NUM_PREFERENCES, 2)
-    return data.Rows(made, packed, seq_len=SEQ_LEN, pad_id=0)
+    return data.Rows(made, pack_groups(lengths, 2, SEQ_LEN, 0), seq_len=SEQ_LEN, pad_id=0)
 
 
 def config(loss: PreferenceLossConfig = LOSSES["dpo"]) -> PreferenceConfig:
@@ -170,26 +168,6 @@ def test_metrics_are_those_of_the_answers(model: Twins, before: Twins, world: di
     assert {key: found[key] for key in wanted} == pytest.approx(
         {k: v.item() for k, v in wanted.items()}, rel=1e-4
     )
-
-
-def test_packed_preferences_equal_those_in_rows_of_their_own(model: Twins, world: distributed.World) -> None:
-    cfg = config()
-    found = []
-    for packing in (True, False):
-        rows = preferences(packing=packing)
-        found.append(training.answers_log_p(model.ours, {"rows": rows}, cfg, world)["rows"])
-    assert found[0].shape == (2 * NUM_PREFERENCES,)
-    assert torch.allclose(found[0], found[1], rtol=1e-5, atol=1e-5)
-
-
-def test_the_loss_at_the_start_is_that_of_equal_rewards(model: Twins, world: distributed.World) -> None:
-    rows = preferences()
-    for loss, wanted in (("dpo", math.log(2)), ("ipo", 25.0)):
-        cfg = config(PreferenceLossConfig(loss=loss))
-        reference = training.answers_log_p(model.ours, {"train": rows}, cfg, world)["train"]
-        with torch.no_grad():
-            sum_, _ = batch_loss(model.ours, rows.batch(range(rows.num_rows)), reference, cfg, world)
-        assert sum_ / NUM_PREFERENCES == pytest.approx(wanted, rel=1e-4)
 
 
 def test_orpo_stays_exact_where_an_answer_is_nearly_certain() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import data, distributed, linear, models, training
@@ -84,23 +84,26 @@ class _Loop:
         return self.update(loss_sum, num_targets)
 
     def state(self) -> dict[str, Tensor]:
-        """All that a later step depends on, this rank's part."""
-        distributed.reshard(self.run.model)
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.run.model.named_parameters():
-            for key, tensor in self.run.optimizer.state.get(parameter, {}).items():
-                found[f"{key}/{name}"] = torch.as_tensor(tensor)
-            int8 = linear.int8_rows(parameter)
-            if int8 is None:
-                found[name] = linear.dequantized(parameter.detach())
-            else:
-                found |= {f"q/{name}": int8.q_NK, f"scale/{name}": int8.scale_N1}
-        found |= self.run.low.state()
-        local = {k: t.to_local() if isinstance(t, DTensor) else t for k, t in found.items()}
-        return {name: tensor.detach().clone() for name, tensor in local.items()}
+        return state_of(self.run)
 
 
-def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+def state_of(run: TinyRun) -> dict[str, Tensor]:
+    """All that a later step depends on, this rank's part."""
+    distributed.reshard(run.model)
+    found: dict[str, Tensor] = {}
+    for name, parameter in run.model.named_parameters():
+        for key, value in run.optimizer.state.get(parameter, {}).items():
+            found[f"{key}/{name}"] = torch.as_tensor(value)
+        int8 = linear.int8_rows(parameter)
+        if int8 is None:
+            found[name] = linear.dequantized(parameter.detach())
+        else:
+            found |= {f"q/{name}": int8.q_NK, f"scale/{name}": int8.scale_N1}
+    found |= run.low.state()
+    return {name: distributed.on_this_rank(tensor).detach().clone() for name, tensor in found.items()}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     assert one.keys() == other.keys()
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
@@ -115,7 +118,7 @@ def _with_skipped_steps(rank: int, num_ranks: int, kind: str, tensor: int) -> di
             # Tensor-parallel ranks compute one loss together.
             updated[step] = loop.step(step, how if rank >= num_ranks - tensor else None)
             after = loop.state()
-            changed[step] = _differing({name: after[name] for name in before}, before)
+            changed[step] = differing({name: after[name] for name in before}, before)
         for step in (1, 5):
             assert other.step(step) == updated[step]
         return {
@@ -123,7 +126,7 @@ def _with_skipped_steps(rank: int, num_ranks: int, kind: str, tensor: int) -> di
             "loss_is_finite": [math.isfinite(each.loss) for each in updated.values()],
             "changed": {step: len(names) for step, names in changed.items()},
             "num_tensors": len(before),
-            "unlike_a_run_without_them": _differing(loop.state(), other.state()),
+            "unlike_a_run_without_them": differing(loop.state(), other.state()),
             "counts": loop.update.counts(),
             "not_finite": [name for name, tensor in after.items() if not tensor.isfinite().all()],
         }

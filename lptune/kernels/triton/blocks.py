@@ -8,7 +8,7 @@ both.
 Ran on an H100 (docs/gpu.md); for other GPUs interpreted, and compiled ahead of time without spills.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -50,14 +50,19 @@ def quantize_blocks_kernel(
     x_ptr,
     q_ptr,
     scale_ptr,
+    other_q_ptr,
+    other_scale_ptr,
     M,
     K,
     stride_m,
     stride_k,
     q_stride_m,
     q_stride_k,
+    other_q_stride_m,
+    other_q_stride_k,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    BOTH: tl.constexpr,
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -66,57 +71,23 @@ def quantize_blocks_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Quantizes one tile of (BLOCK_M / ROWS) x (BLOCK_K / COLUMNS) blocks. scale is stored row by row."""
-    x = _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M, BLOCK_K)
-    _store_blocks(
-        x, q_ptr, scale_ptr, M, K, q_stride_m, q_stride_k, ROWS, COLUMNS, FORMAT, MAX, POWER_OF_TWO, E8M0,
-        HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
-    )  # fmt: skip
-
-
-@triton.jit
-def quantize_row_and_column_blocks_kernel(
-    x_ptr,
-    row_q_ptr,
-    row_scale_ptr,
-    column_q_ptr,
-    column_scale_ptr,
-    M,
-    K,
-    stride_m,
-    stride_k,
-    row_q_stride_m,
-    row_q_stride_k,
-    column_q_stride_m,
-    column_q_stride_k,
-    SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MAX: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    E8M0: tl.constexpr,
-    HARDWARE_FLOAT8: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Reads one tile of x once; quantizes it in blocks of 1 x SIZE and in blocks of SIZE x 1."""
-    x = _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M, BLOCK_K)
-    _store_blocks(
-        x, row_q_ptr, row_scale_ptr, M, K, row_q_stride_m, row_q_stride_k, 1, SIZE, FORMAT, MAX, POWER_OF_TWO,
-        E8M0, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
-    )  # fmt: skip
-    _store_blocks(
-        x, column_q_ptr, column_scale_ptr, M, K, column_q_stride_m, column_q_stride_k, SIZE, 1, FORMAT, MAX,
-        POWER_OF_TWO, E8M0, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
-    )  # fmt: skip
-
-
-@triton.jit
-def _load_tile(x_ptr, M, K, stride_m, stride_k, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Reads one tile of x; quantizes it in blocks of ROWS x COLUMNS, and if BOTH also in blocks of COLUMNS x
+    ROWS. Scales are stored row by row.
+    """
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
     # Elements beyond the end are zeros, which do not change an amax.
-    return tl.load(x_ptr + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0).to(tl.float32)
+    _store_blocks(
+        x, q_ptr, scale_ptr, M, K, q_stride_m, q_stride_k, ROWS, COLUMNS, FORMAT, MAX, POWER_OF_TWO, E8M0,
+        HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
+    )  # fmt: skip
+    if BOTH:
+        _store_blocks(
+            x, other_q_ptr, other_scale_ptr, M, K, other_q_stride_m, other_q_stride_k, COLUMNS, ROWS, FORMAT,
+            MAX, POWER_OF_TWO, E8M0, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
+        )  # fmt: skip
 
 
 @triton.jit
@@ -165,76 +136,48 @@ def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: str, power_of_two: bool, transposed: bool, e8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_blocks`; with `e8m0` (and power_of_two) the scales of `lptune::quantize_mx`."""
-    (m, k), (rows, columns) = x_MK.shape, block
-    q, scale = empty_q(x_MK, transposed), _empty_scale(x_MK, block, e8m0)
-    if m > 0 and k > 0:
-        numbers, tensors = (m, k, *x_MK.stride(), *q.stride()), (x_MK, q, scale)
-        key = ("blocks", x_MK.get_device(), *numbers, x_MK.dtype, rows, columns, fmt, power_of_two, e8m0)
-        if not again.again(key, tensors):
-            tile = block_tile(rows, columns)
-            size = {"ROWS": rows, "COLUMNS": columns}
-            made = _launch(
-                quantize_blocks_kernel, x_MK, tensors, numbers, size, fmt, power_of_two, e8m0, tile
-            )
-            again.first(key, [made], tensors)
-    return q.view(FORMATS[fmt].dtype), _as_e8m0(scale, e8m0)
+    (found,) = _quantize(x_MK, block, fmt, power_of_two, e8m0, [transposed])
+    return found
 
 
 def quantize_row_and_column_blocks(
     x_MK: Tensor, size: int, fmt: str, e8m0: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`lptune::quantize_row_and_column_blocks`: reads x once, for both."""
-    (m, k), dtype = x_MK.shape, FORMATS[fmt].dtype
-    row_q, column_q = empty_q(x_MK, False), empty_q(x_MK, transposed)
-    row_scale, column_scale = (_empty_scale(x_MK, block, e8m0) for block in ((1, size), (size, 1)))
+    rows, columns = _quantize(x_MK, (1, size), fmt, e8m0, e8m0, [False, transposed])
+    return *rows, *columns
+
+
+def _quantize(
+    x_MK: Tensor, block: tuple[int, int], fmt: str, power_of_two: bool, e8m0: bool, transposed: list[bool]
+) -> list[tuple[Tensor, Tensor]]:
+    """(q, scale) for each of `transposed`, which says how q is stored: by blocks of rows x columns, then by
+    blocks of columns x rows.
+    """
+    (m, k), (rows, columns) = x_MK.shape, block
+    blocks = ((rows, columns), (columns, rows))
+    made = [
+        (empty_q(x_MK, each), _empty_scale(x_MK, of, e8m0))
+        for of, each in zip(blocks, transposed, strict=False)
+    ]
     if m > 0 and k > 0:
-        numbers = (m, k, *x_MK.stride(), *row_q.stride(), *column_q.stride())
-        tensors = (x_MK, row_q, row_scale, column_q, column_scale)
-        key = ("row and column blocks", x_MK.get_device(), *numbers, x_MK.dtype, size, fmt, e8m0)
+        both, tensors = len(made) > 1, (x_MK, *made[0], *made[-1])
+        numbers = (m, k, *x_MK.stride(), *made[0][0].stride(), *made[-1][0].stride())
+        options = (rows, columns, both, fmt, power_of_two, e8m0)
+        key = ("blocks", x_MK.get_device(), *numbers, x_MK.dtype, *options)
         if not again.again(key, tensors):
-            tile, kernel = square_tile(size), quantize_row_and_column_blocks_kernel
-            made = _launch(kernel, x_MK, tensors, numbers, {"SIZE": size}, fmt, e8m0, e8m0, tile)
-            again.first(key, [made], tensors)
-    return (
-        row_q.view(dtype),
-        _as_e8m0(row_scale, e8m0),
-        column_q.view(dtype),
-        _as_e8m0(column_scale, e8m0),
-    )
+            tile = square_tile(columns) if both else block_tile(rows, columns)
+            constants = launch.format_constants(fmt, x_MK.device, power_of_two)
+            constants |= {"ROWS": rows, "COLUMNS": columns, "BOTH": both, "E8M0": e8m0}
+            constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k}
+            grid = triton.cdiv(k, tile.block_k), triton.cdiv(m, tile.block_m)
+            first = Launch(quantize_blocks_kernel, grid, 5, numbers, constants, tile.num_warps)
+            again.first(key, [first], tensors)
+    dtype = FORMATS[fmt].dtype
+    return [(q.view(dtype), scale.view(torch.float8_e8m0fnu) if e8m0 else scale) for q, scale in made]
 
 
 def _empty_scale(x_MK: Tensor, block: tuple[int, int], e8m0: bool) -> Tensor:
     # Rounded up; triton.cdiv takes four microseconds.
     shape = [-(-size // of) for size, of in zip(x_MK.shape, block, strict=True)]
     return torch.empty(shape, dtype=torch.uint8 if e8m0 else torch.float32, device=x_MK.device)
-
-
-def _as_e8m0(scale: Tensor, e8m0: bool) -> Tensor:
-    return scale.view(torch.float8_e8m0fnu) if e8m0 else scale
-
-
-def _launch(
-    kernel: Any,
-    x_MK: Tensor,
-    tensors: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
-    size: dict[str, int],
-    fmt: str,
-    power_of_two: bool,
-    e8m0: bool,
-    tile: BlockTile,
-) -> Launch:
-    (m, k), constants = (
-        x_MK.shape,
-        {
-            "FORMAT": launch.rounding(fmt),
-            "MAX": FORMATS[fmt].max,
-            "POWER_OF_TWO": power_of_two,
-            "E8M0": e8m0,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
-            "BLOCK_M": tile.block_m,
-            "BLOCK_K": tile.block_k,
-        },
-    )
-    grid = triton.cdiv(k, tile.block_k), triton.cdiv(m, tile.block_m)
-    return Launch(kernel, grid, len(tensors), numbers, size | constants, tile.num_warps)

@@ -305,15 +305,12 @@ class _ByAmax(NamedTuple):
         tiles = triton.cdiv(side or k, config.block_k) * (triton.cdiv(k, side) if side else 1)
         second_strides = (0, 0) if second_q is None else second_q.stride()
         blocks = (self.first_row, triton.cdiv(k, side or k), amax.numel())
-        constants = {
+        twice = second_q is not None
+        constants = launch.format_constants(self.fmt, x.device, self.power_of_two, twice) | {
             "SIDE": side,
             "DELAYED": measured is not None,
-            "TWICE": second_q is not None,
+            "TWICE": twice,
             "ROUNDED_TO": launch.rounding_of_input(x, self.rounded_to),
-            "FORMAT": launch.rounding(self.fmt),
-            "MAX": FORMATS[self.fmt].max,
-            "POWER_OF_TWO": self.power_of_two,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x.device, second_q is not None),
             "BLOCK_M": config.block_m,
             "BLOCK_K": config.block_k,
             "SCALES": _SCALES_AT_ONCE,

@@ -135,13 +135,9 @@ def quantize_rows(
     if not again.again(key, tensors):
         held = k <= LONGEST_HELD_ROW
         block_k = triton.next_power_of_2(k) if held else 4096
-        constants = {
+        constants = launch.format_constants(fmt, x_MK.device, power_of_two) | {
             "ROUNDED_TO": launch.rounding_of_input(x_MK, rounded_to),
-            "FORMAT": launch.rounding(fmt),
-            "MAX": FORMATS[fmt].max,
-            "POWER_OF_TWO": power_of_two,
             "MULTIPLY": multiplier_1K is not None,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x_MK.device),
             "SCALE_WIDTH": scale.shape[1],
             "BLOCK_K": block_k,
             "HELD": held,

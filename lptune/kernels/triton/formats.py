@@ -1,4 +1,4 @@
-"""Device functions shared by the quantizers: from an amax to a scale, from a value to 8 bits.
+"""Device functions shared by the quantizers: from an amax to a scale, from a value to 8 bits, random bits.
 
 They give bitwise the results of `lptune.numerics`. On a GPU this needs:
 
@@ -14,6 +14,9 @@ They give bitwise the results of `lptune.numerics`. On a GPU this needs:
   Triton's interpreter, whose conversion truncates.
 - rounding of float8 by the conversion of the hardware since sm_89, and by integer arithmetic elsewhere: on
   Ampere, and in Triton's interpreter, whose conversion rounds ties up and loses subnormals.
+- random bits that are a hash of a key and of an element's index, by a few integer operations in registers.
+  Plain torch keeps each step of the hash in memory, as int64: 660 bytes for each element where one pass over
+  x moves 3.
 """
 
 import triton
@@ -122,3 +125,49 @@ def _round_float8(scaled, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     code = tl.where(magnitude < FIRST_NORMAL, subnormal, normal)
     code = tl.where(magnitude > INFINITY_BITS, 0x7F, code)
     return (code | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def _mix(h):
+    """A bijection of uint32, as in `numerics.rounding`."""
+    h = h ^ (h >> 16)
+    h = h * 0x7FEB352D
+    h = h ^ (h >> 15)
+    h = h * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def uniform(key, index):
+    """`numerics.uniform` in float32. key, index: int64."""
+    low = _mix(key.to(tl.uint32) ^ index.to(tl.uint32))
+    high = _mix(low ^ (key >> 32).to(tl.uint32) ^ (index >> 32).to(tl.uint32))
+    return (high >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-8  # 2**-24
+
+
+@triton.jit
+def _floor(x32):
+    """The floor of numbers that fit an int32. Triton's own takes subnormal numbers for zeros."""
+    truncated = x32.to(tl.int32).to(tl.float32)
+    return tl.where(truncated > x32, truncated - 1.0, truncated)
+
+
+@triton.jit
+def stochastic_round_to(
+    scaled, random, FORMAT: tl.constexpr, MAX: tl.constexpr, HARDWARE_FLOAT8: tl.constexpr
+):
+    """`numerics.stochastic_round_to` of finite values, as int8 bits. FORMAT, MAX: as for `round_to`."""
+    if FORMAT == "int8":
+        below = _floor(scaled)
+        rounded = below + tl.where(random < scaled - below, 1.0, 0.0)
+    else:
+        # The step of the format at `scaled` is a power of two: exact to divide by, and to multiply with.
+        MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else 2
+        SMALLEST: tl.constexpr = 127 - (6 if FORMAT == "e4m3" else 14)
+        exponent = (scaled.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        exponent = tl.where(exponent < SMALLEST, SMALLEST, exponent) - MANTISSA
+        step = (exponent << 23).to(tl.float32, bitcast=True)
+        steps = scaled * ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        below = _floor(steps)
+        rounded = (below + tl.where(random < steps - below, 1.0, 0.0)) * step
+    return round_to(rounded, FORMAT, MAX, HARDWARE_FLOAT8)

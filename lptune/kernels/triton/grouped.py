@@ -403,15 +403,8 @@ def quantize_grouped_columns(
             (triton.cdiv(k, config.block_k), num_groups),
             len(tensors),
             (k, *x_SK.stride(), q_KS.stride(0)),
-            {
-                "MULTIPLY": folded,
-                "FORMAT": launch.rounding(fmt),
-                "MAX": FORMATS[fmt].max,
-                "POWER_OF_TWO": power_of_two,
-                "HARDWARE_FLOAT8": launch.rounds_float8(device),
-                "BLOCK_M": config.block_m,
-                "BLOCK_K": config.block_k,
-            },
+            launch.format_constants(fmt, device, power_of_two)
+            | {"MULTIPLY": folded, "BLOCK_M": config.block_m, "BLOCK_K": config.block_k},
             config.num_warps,
         )
 

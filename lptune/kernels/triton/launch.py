@@ -19,6 +19,7 @@ from lptune.numerics import FORMATS
 __all__ = [
     "bucket",
     "capability",
+    "format_constants",
     "has_tma",
     "num_processors",
     "rounding",
@@ -69,6 +70,18 @@ def rounding_of_input(x: torch.Tensor, rounded_to: torch.dtype | None) -> str:
 def rounding(fmt: str) -> str:
     """The name by which `formats.round_to` knows the rounding to `fmt`: all formats of integers have one."""
     return "int8" if FORMATS[fmt].mantissa_bits is None else fmt
+
+
+def format_constants(
+    fmt: str, device: torch.device, power_of_two: bool, twice: bool = False
+) -> dict[str, Any]:
+    """The constants that say `fmt` and its scales to a quantizer. twice: as for `rounds_float8`."""
+    return {
+        "FORMAT": rounding(fmt),
+        "MAX": FORMATS[fmt].max,
+        "POWER_OF_TWO": power_of_two,
+        "HARDWARE_FLOAT8": rounds_float8(device, twice),
+    }
 
 
 def has_tma(device: torch.device) -> bool:

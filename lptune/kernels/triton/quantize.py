@@ -25,7 +25,13 @@ from torch import Tensor
 
 from lptune.kernels.triton import again, launch
 from lptune.kernels.triton.again import Launch
-from lptune.kernels.triton.formats import magnitude_bits, round_to, scale_from_amax
+from lptune.kernels.triton.formats import (
+    magnitude_bits,
+    round_to,
+    scale_from_amax,
+    stochastic_round_to,
+    uniform,
+)
 from lptune.numerics import FORMATS
 
 
@@ -44,6 +50,7 @@ TILE_CONFIGS = (
     TileConfig(32, 128, 8),
     TileConfig(128, 32, 4),
 )
+NOT_SPECIALIZED = ["key", "first"]  # of random bits: new values in each step must not compile new kernels
 TILES_PER_PROGRAM = 8  # tiles along the rows that a program of the first phase reduces before its atomics
 
 
@@ -95,6 +102,25 @@ def amax_kernel(
 
 
 @triton.jit
+def _round(
+    scaled,
+    at,
+    key,
+    first,
+    STOCHASTIC: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    HARDWARE_FLOAT8: tl.constexpr,
+):
+    """Rounds to nearest, or stochastically, by the bits of `key` for the elements from `first` on."""
+    if STOCHASTIC:
+        random = uniform(key.to(tl.int64), at + first)
+        return stochastic_round_to(scaled, random, FORMAT, MAX, HARDWARE_FLOAT8)
+    else:  # noqa: RET505
+        return round_to(scaled, FORMAT, MAX, HARDWARE_FLOAT8)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def store_kernel(
     x_ptr,
     multiplier_k_ptr,
@@ -105,6 +131,8 @@ def store_kernel(
     column_q_ptr,
     row_scale_ptr,
     column_scale_ptr,
+    key,
+    first,
     M,
     K,
     stride_m,
@@ -118,6 +146,7 @@ def store_kernel(
     MULTIPLY_ROWS: tl.constexpr,
     MULTIPLY_COLUMNS: tl.constexpr,
     TWICE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -127,7 +156,8 @@ def store_kernel(
 ):
     """Second phase: quantizes one tile by the amaxes of the first phase; each output has its own strides.
 
-    TWICE: the row values are also stored in the place of the column values (COLUMNS is then off).
+    TWICE: the row values are also stored in the place of the column values (COLUMNS is then off). STOCHASTIC:
+    rounds by the random bits of `key`, for the elements from `first` on, which are not read otherwise.
     """
     # Last tiles first: the first phase has left them in the cache.
     tile_k = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -146,7 +176,8 @@ def store_kernel(
         else:
             amax_bits = tl.load(row_amax_ptr + rows * 0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
-        q = round_to(folded * inverse[:, None], FORMAT, MAX, HARDWARE_FLOAT8)
+        scaled = folded * inverse[:, None]
+        q = _round(scaled, rows64 * K + columns64, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
         tl.store(row_q_ptr + rows64 * row_q_stride_m + columns64 * row_q_stride_k, q, mask=inside)
         if TWICE:
             at = rows64 * column_q_stride_m + columns64 * column_q_stride_k
@@ -158,7 +189,8 @@ def store_kernel(
             x = x * tl.load(multiplier_m_ptr + rows, mask=rows < M, other=0.0)[:, None]
         amax_bits = tl.load(column_amax_ptr + columns, mask=columns < K, other=0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
-        q = round_to(x * inverse[None, :], FORMAT, MAX, HARDWARE_FLOAT8)
+        scaled = x * inverse[None, :]
+        q = _round(scaled, rows64 * K + columns64, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
         tl.store(column_q_ptr + rows64 * column_q_stride_m + columns64 * column_q_stride_k, q, mask=inside)
         if tile_m == 0:
             tl.store(column_scale_ptr + columns, scale, mask=columns < K)
@@ -201,11 +233,12 @@ def in_two_phases(
     multiplier_M1: Tensor | None,
     transposed: bool,
     twice: bool = False,
+    random: tuple[int, int] | tuple[()] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(row q, row scale, column q, column scale). transposed: for the columns, or for the rows if alone.
 
-    rows: as ROWS of `amax_kernel`. twice: column q is a second copy of row q. Results that were not asked for
-    are empty tensors.
+    rows: as ROWS of `amax_kernel`. twice: column q is a second copy of row q. random: key and first index of
+    stochastic rounding; (): to nearest. Results that were not asked for are empty tensors.
     """
     (m, k), device = x.shape, x.device
     num_row_scales = (0, 1, m)[rows]
@@ -225,21 +258,21 @@ def in_two_phases(
     multipliers = (vector(multiplier_1K, x), vector(multiplier_M1, x))
     tensors = (x, *multipliers, row_amax, column_amax, row_q, column_q, row_scale, column_scale)
     multiplied = multiplier_1K is not None, multiplier_M1 is not None
-    options = (rows, columns, *multiplied, transposed, twice, fmt, power_of_two)
+    options = (rows, columns, *multiplied, transposed, twice, bool(random), fmt, power_of_two)
     dtypes = (x.dtype, tensors[1].dtype, tensors[2].dtype)
     key = ("two phases", x.get_device(), m, k, *x.stride(), *dtypes, *options)
-    if not again.again(key, tensors):
-        phases = _TwoPhases(rows, columns, *multiplied, twice, fmt, power_of_two, tensors)
+    if not again.again(key, tensors, random):
+        phases = _TwoPhases(rows, columns, *multiplied, twice, bool(random), fmt, power_of_two, tensors)
         # Measuring may run them twice: the amaxes of the same x stay the same.
         name = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
-        name += f" column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
+        name += f" stochastic={bool(random)} column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
 
         def run(config: TileConfig) -> None:
             for each in phases.launches(config):
-                each.run(tensors)
+                each.run(tensors, random)
 
         config = launch.tuned(name, TILE_CONFIGS, run, device)
-        again.first(key, phases.launches(config), tensors)
+        again.first(key, phases.launches(config), tensors, random)
     return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
 
 
@@ -253,6 +286,7 @@ class _TwoPhases(NamedTuple):
     multiply_rows: bool
     multiply_columns: bool
     twice: bool
+    stochastic: bool
     fmt: str
     power_of_two: bool
     tensors: tuple[Tensor, ...]
@@ -267,17 +301,17 @@ class _TwoPhases(NamedTuple):
         column_strides = column_q.stride() if self.columns or self.twice else (0, 0)
         flags = {"ROWS": self.rows, "COLUMNS": self.columns}
         flags |= {"MULTIPLY_ROWS": self.multiply_rows, "MULTIPLY_COLUMNS": self.multiply_columns}
-        form = {"FORMAT": launch.rounding(self.fmt), "MAX": FORMATS[self.fmt].max, "TWICE": self.twice}
-        form |= {
-            "POWER_OF_TWO": self.power_of_two,
-            "HARDWARE_FLOAT8": launch.rounds_float8(x.device, self.twice),
-        }
+        form = launch.format_constants(self.fmt, x.device, self.power_of_two, self.twice)
+        form |= {"TWICE": self.twice, "STOCHASTIC": self.stochastic}
         block = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
         amax = flags | {"TILES": TILES_PER_PROGRAM} | block
         numbers_of_store, store = (*numbers, *row_strides, *column_strides), flags | form | block
+        num_varying, grid = 2 * self.stochastic, (tiles_k, tiles_m)
+        if not self.stochastic:
+            numbers_of_store = (0, 0, *numbers_of_store)  # in the places of key and first
         return [
             Launch(amax_kernel, (tiles_k, programs_m), 5, numbers, amax, config.num_warps),
-            Launch(store_kernel, (tiles_k, tiles_m), 9, numbers_of_store, store, config.num_warps),
+            Launch(store_kernel, grid, 9, numbers_of_store, store, config.num_warps, num_varying=num_varying),
         ]
 
 

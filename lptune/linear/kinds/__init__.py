@@ -8,10 +8,9 @@ this package and the config differ in their kinds.
 from lptune.config import PRECISION_KINDS
 from lptune.linear.kind import KINDS
 from lptune.linear.kinds.blockwise import Float8Blockwise, Mxfp8
-from lptune.linear.kinds.int4_weight import Int4Weight
-from lptune.linear.kinds.int8_weight_only import Int8WeightOnly
 from lptune.linear.kinds.rowwise import Float8Rowwise, Float8RowwiseWithGwHp, Int8Rotated, Int8Rowcol
 from lptune.linear.kinds.tensorwise import Float8Delayed, Float8Tensorwise, Int8Tensorwise
+from lptune.linear.kinds.weight_only import Int4Weight, Int8WeightOnly
 
 KINDS.update(
     (kind.name, kind)

@@ -28,8 +28,7 @@ from lptune.kernels import (
     quantize_row_and_column_blocks,
     transposed_copy,
 )
-from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
-from lptune.linear.shared_input import Once
+from lptune.linear.kind import Agree, Kind, LinearSpec, Needs, Saved, Shard
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.linear.weights.weight_amax import quantize_by_agreement
 from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
@@ -58,18 +57,12 @@ class Blockwise(Kind):
         """Quantizes g in blocks along N, and along T. transposed: the second q is stored by columns."""
 
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         assert quantized_x is None, "blocks of x are wanted along K and along T: no one gather brings both"
         if spec.output == "high":
             return x_TK @ self._high_weight(spec, w_NK, x_TK.dtype).t(), (x_TK,)
-        x, w = once(lambda: self.quantize(x_TK, 1, spec.fmt)), self._weight(spec, w_NK, 1)
+        x, w = self.quantize(x_TK, 1, spec.fmt), self._weight(spec, w_NK, 1)
         out_TN = block_scaled_mm(
             x.q_MK,
             w.q_MK.t(),
@@ -84,35 +77,27 @@ class Blockwise(Kind):
         return out_TN, (x_TK,)
 
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         # `transposed` is for operands that are contracted over their rows. If the device wants operands
         # contiguous along the contraction, their q is stored by columns.
         dtype, size, transposed = g_TN.dtype, self.size, k_major(g_TN.device)
-        low_input = needs_grad_input and spec.grad_input != "high"
-        low_weight = needs_grad_weight and spec.grad_weight != "high"
+        low_input = needs.input and spec.grad_input != "high"
+        low_weight = needs.weight and spec.grad_weight != "high"
         g_rows, g_columns = self._gradient(spec, g_TN, low_input, low_weight, transposed)
         gx_TK, gw_NK = None, None
         # A GEMM that is needed, but has no quantized g, is `high`.
-        if needs_grad_input and g_rows is None:
+        if needs.input and g_rows is None:
             gx_TK = g_TN @ self._high_weight(spec, w_NK, dtype)
         elif g_rows is not None:
             g, w = g_rows, self._weight(spec, w_NK, 0, transposed)
             gx_TK = block_scaled_mm(
                 g.q_MK, w.q_MK, g.scale, w.scale, size, dtype, layer, GRAD_INPUT, emulate=spec.emulate
             )
-        if needs_grad_weight and g_columns is None:
+        if needs.weight and g_columns is None:
             gw_NK = g_TN.t() @ saved[0]
         elif g_columns is not None:
-            g, x = g_columns, once(lambda: self.quantize(saved[0], 0, spec.fmt, transposed=transposed))
+            g, x = g_columns, self.quantize(saved[0], 0, spec.fmt, transposed=transposed)
             gw_NK = block_scaled_mm(
                 g.q_MK.t(),
                 x.q_MK,

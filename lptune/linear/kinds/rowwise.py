@@ -57,9 +57,8 @@ from lptune.kernels import (
     scaled_mm,
     transposed_copy,
 )
-from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
-from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
-from lptune.linear.shared_input import Once
+from lptune.linear.grouped import grad_weight_of_groups, multiply_groups
+from lptune.linear.kind import Agree, Kind, LinearSpec, Needs, Saved, Shard
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.numerics import QuantizedColumns, QuantizedRows, dequantize
 
@@ -70,26 +69,13 @@ class Rowwise(Kind):
     row_scales = True
 
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         """See Kind. quantized_x: by rows; allowed only if `output` is low and `grad_weight` is folded, since
         other GEMMs need the values of x_TK, which is a placeholder then.
         """
         assert quantized_x is None or (spec.output == "low" and spec.grad_weight == "folded")
-        fmt, power_of_two = spec.fmt, spec.power_of_two
-        saved: tuple[Tensor, ...] = (x_TK,)
-        x = None if quantized_x is None else QuantizedRows(*quantized_x)
-        if x is None and (spec.output == "low" or spec.grad_weight == "folded"):
-            x = once(lambda: quantize_rows(x_TK, fmt, power_of_two=power_of_two, rotated=spec.rotated))
-        if spec.grad_weight == "folded":
-            assert x is not None
-            saved = (x.q_MK, x.scale_M1)
+        x, saved = _input_rows(spec, x_TK, quantized_x)
         if spec.output == "high":
             return x_TK @ _high_weight(spec, w_NK, x_TK.dtype).t(), saved
         assert x is not None
@@ -100,19 +86,11 @@ class Rowwise(Kind):
         return out_TN, saved
 
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         transposed = k_major(g_TN.device)
         w_rows = None
-        if needs_grad_input and spec.grad_input in ("folded", "requantized"):
+        if needs.input and spec.grad_input in ("folded", "requantized"):
             # `folded` multiplies by these rows. `requantized` only dequantizes them, from any layout.
             transposed_w = transposed and spec.grad_input == "folded"
             w_rows = _weight_rows(spec, w_NK, transposed_w)
@@ -120,19 +98,9 @@ class Rowwise(Kind):
 
         g_rows: QuantizedRows | None = None
         g_columns: QuantizedColumns | None = None
-        wants_rows = needs_grad_input and spec.grad_input != "high"
-        wants_columns = needs_grad_weight and spec.grad_weight == "column"
-        if spec.stochastic:
-            # These ops store row by row; `_grad_weight` makes a transposed copy.
-            if wants_rows:
-                g_rows = quantize_rows_stochastic(
-                    g_TN, spec.grad_fmt, layer, multiplier_1K=multiplier, power_of_two=spec.power_of_two
-                )
-            if wants_columns:
-                g_columns = quantize_columns_stochastic(
-                    g_TN, spec.grad_fmt, layer, power_of_two=spec.power_of_two, transposed=transposed
-                )
-        elif wants_rows and wants_columns:
+        wants_rows = needs.input and spec.grad_input != "high"
+        wants_columns = needs.weight and spec.grad_weight == "column"
+        if wants_rows and wants_columns and not spec.stochastic:
             g_rows, g_columns = quantize_rows_and_columns(
                 g_TN,
                 spec.grad_fmt,
@@ -140,17 +108,14 @@ class Rowwise(Kind):
                 power_of_two=spec.power_of_two,
                 transposed=transposed,
             )
-        elif wants_rows:
-            g_rows = quantize_rows(
-                g_TN, spec.grad_fmt, multiplier_1K=multiplier, power_of_two=spec.power_of_two
-            )
-        elif wants_columns:
-            g_columns = quantize_columns(
-                g_TN, spec.grad_fmt, power_of_two=spec.power_of_two, transposed=transposed
-            )
+        else:
+            if wants_rows:
+                g_rows = _gradient_rows(spec, g_TN, multiplier, layer)
+            if wants_columns:
+                g_columns = _gradient_columns(spec, g_TN, None, layer)
 
-        gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs_grad_input else None
-        gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer, once) if needs_grad_weight else None
+        gx_TK = _grad_input(spec, g_TN, g_rows, w_NK, w_rows, layer) if needs.input else None
+        gw_NK = _grad_weight(spec, g_TN, g_columns, saved, layer) if needs.weight else None
         return gx_TK, gw_NK
 
     def why_not_grouped(self, spec: LinearSpec) -> str | None:
@@ -162,32 +127,15 @@ class Rowwise(Kind):
 
     def grouped_forward(
         self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Saved]:
         """See Kind. Rows have their own scales, so x is quantized for all groups at once, as W is."""
-        saved: tuple[Tensor, ...] = (x_SK,)
-        x = None
-        if spec.output == "low" or spec.grad_weight == "folded":
-            x = quantize_rows(x_SK, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)
-        if spec.grad_weight == "folded":
-            assert x is not None
-            saved = (x.q_MK, x.scale_M1)
+        x, saved = _input_rows(spec, x_SK)
         if spec.output == "high":
             return multiply_groups(x_SK, _high_weight(spec, w_RK, x_SK.dtype), ends_E, by_rows=True), saved
         assert x is not None
-        w, dtype, emulate = _weight_rows(spec, w_RK), x_SK.dtype, spec.emulate
-        out_SN = grouped_mm(
-            x.q_MK,
-            w.q_MK,
-            x.scale_M1,
-            w.scale_M1,
-            ends_E,
-            dtype,
-            layer,
-            OUTPUT,
-            by_rows=True,
-            emulate=emulate,
-        )
-        return out_SN, saved
+        w = _weight_rows(spec, w_RK)
+        arguments = (x.q_MK, w.q_MK, x.scale_M1, w.scale_M1, ends_E, x_SK.dtype, layer, OUTPUT)
+        return grouped_mm(*arguments, by_rows=True, emulate=spec.emulate), saved
 
     def grouped_backward(
         self,
@@ -195,65 +143,40 @@ class Rowwise(Kind):
         g_SN: Tensor,
         w_RK: Tensor,
         ends_E: Tensor,
-        saved: tuple[Tensor, ...],
+        saved: Saved,
         layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
+        needs: Needs,
         most: int | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """See Kind. W's scales are folded into g, for each row those of its group; columns have a scale for
         each group.
         """
-        dtype, emulate, gx_SK, gw_RK = g_SN.dtype, spec.emulate, None, None
-        if needs_grad_input and spec.grad_input == "high":
+        dtype, power_of_two, gx_SK, gw_RK = g_SN.dtype, spec.power_of_two, None, None
+        if needs.input and spec.grad_input == "high":
             gx_SK = multiply_groups(g_SN, _high_weight(spec, w_RK, dtype), ends_E, by_rows=False)
-        elif needs_grad_input:
+        elif needs.input:
             w = _weight_rows(spec, w_RK)
             scale_EN = w.scale_M1.view(len(ends_E), -1)
-            g = quantize_grouped_rows(g_SN, spec.grad_fmt, scale_EN, ends_E, power_of_two=spec.power_of_two)
-            gx_SK = grouped_mm(
-                g.q_MK,
-                w.q_MK,
-                g.scale_M1,
-                None,
-                ends_E,
-                dtype,
-                layer,
-                GRAD_INPUT,
-                by_rows=False,
-                emulate=emulate,
-            )
-            gx_SK = rotate(gx_SK, dtype) if spec.rotated else gx_SK
-        if needs_grad_weight and spec.grad_weight == "high":
+            g = quantize_grouped_rows(g_SN, spec.grad_fmt, scale_EN, ends_E, power_of_two=power_of_two)
+            arguments = (g.q_MK, w.q_MK, g.scale_M1, None, ends_E, dtype, layer, GRAD_INPUT)
+            gx_SK = _rotated_back(spec, grouped_mm(*arguments, by_rows=False, emulate=spec.emulate))
+        if needs.weight and spec.grad_weight == "high":
             gw_RK = grad_weight_of_groups(g_SN, saved[0], ends_E)
-        elif needs_grad_weight:
+        elif needs.weight:
             xq_SK, *folded = saved
+            multiplier, x_scale_EK = folded[0] if folded else None, None
             columns = quantize_grouped_columns(
-                g_SN,
-                spec.grad_fmt,
-                ends_E,
-                multiplier_S1=folded[0] if folded else None,
-                power_of_two=spec.power_of_two,
+                g_SN, spec.grad_fmt, ends_E, multiplier_S1=multiplier, power_of_two=power_of_two
             )
-            x_scale_EK = None
             if folded:
                 xq_SK = in_runs(xq_SK, ends_E)
             else:
                 xq_SK, x_scale_EK = quantize_grouped_columns(
-                    xq_SK, spec.fmt, ends_E, power_of_two=spec.power_of_two
+                    xq_SK, spec.fmt, ends_E, power_of_two=power_of_two
                 )
-            gw_RK = grouped_outer(
-                columns.q_MK,
-                xq_SK,
-                columns.scale_1K,
-                x_scale_EK,
-                ends_E,
-                dtype,
-                layer,
-                most=most,
-                emulate=emulate,
-            )
-            gw_RK = rotate(gw_RK, dtype) if spec.rotated else gw_RK
+            operands = (columns.q_MK, xq_SK, columns.scale_1K, x_scale_EK)
+            gw_RK = grouped_outer(*operands, ends_E, dtype, layer, most=most, emulate=spec.emulate)
+            gw_RK = _rotated_back(spec, gw_RK)
         return gx_SK, gw_RK
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
@@ -268,15 +191,7 @@ class Rowwise(Kind):
 
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         """See Kind. FSDP does not divide rows, so row scales need no communication: `agree` is unused."""
-        return Quantized(
-            *quantize_rows(
-                shard.rows_MK,
-                spec.fmt,
-                power_of_two=spec.power_of_two,
-                rounded_to=shard.compute_dtype,
-                rotated=spec.rotated,
-            )
-        )
+        return Quantized(*_rows(spec, shard.rows_MK, rounded_to=shard.compute_dtype))
 
     def pack_shard(self, spec: LinearSpec, shard: Shard, agree: Agree, num_rows: int) -> Packed:
         """See Kind. One pass: a row is rounded, quantized and packed while it is in the cache."""
@@ -291,8 +206,7 @@ class Rowwise(Kind):
         return Packed(buffer, None)
 
     def quantize_tokens(self, spec: LinearSpec, x_tK: Tensor, agree: Agree) -> Quantized:
-        rows = quantize_rows(x_tK, spec.fmt, power_of_two=spec.power_of_two, rotated=spec.rotated)
-        return Quantized(*rows)
+        return Quantized(*_rows(spec, x_tK))
 
 
 class Int8Rowcol(Rowwise):
@@ -354,6 +268,33 @@ class Float8RowwiseWithGwHp(Float8Rowwise):
     name = "float8_rowwise_with_gw_hp"
 
 
+def _rows(
+    spec: LinearSpec, matrix: Tensor, *, transposed: bool = False, rounded_to: torch.dtype | None = None
+) -> QuantizedRows:
+    """x or W in 8 bits, by rows. transposed, rounded_to: as for `quantize_rows`."""
+    return quantize_rows(
+        matrix,
+        spec.fmt,
+        power_of_two=spec.power_of_two,
+        rotated=spec.rotated,
+        transposed=transposed,
+        rounded_to=rounded_to,
+    )
+
+
+def _input_rows(
+    spec: LinearSpec, x_TK: Tensor, quantized_x: Quantized | None = None
+) -> tuple[QuantizedRows | None, Saved]:
+    """x in 8 bits, or None if no GEMM wants it so; and what backward gets."""
+    if quantized_x is not None:
+        x = QuantizedRows(*quantized_x)
+    elif spec.output == "low" or spec.grad_weight == "folded":
+        x = _rows(spec, x_TK)
+    else:
+        return None, (x_TK,)
+    return x, x if spec.grad_weight == "folded" else (x_TK,)
+
+
 def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of a GEMM that is `high`, in `dtype`."""
     if not spec.high_uses_8_bit_weight:
@@ -365,10 +306,32 @@ def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
 def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
     """The 8-bit rows of a weight: quantized from the compute dtype, or as they were gathered."""
     if not isinstance(w_NK, GatheredWeight):
-        return quantize_rows(
-            w_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=transposed, rotated=spec.rotated
-        )
+        return _rows(spec, w_NK, transposed=transposed)
     return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
+
+
+def _rotated_back(spec: LinearSpec, gradient: Tensor) -> Tensor:
+    return rotate(gradient, gradient.dtype) if spec.rotated else gradient
+
+
+def _gradient_rows(spec: LinearSpec, g_TN: Tensor, multiplier: Tensor | None, layer: Tensor) -> QuantizedRows:
+    fmt, power_of_two = spec.grad_fmt, spec.power_of_two
+    if spec.stochastic:
+        return quantize_rows_stochastic(g_TN, fmt, layer, multiplier_1K=multiplier, power_of_two=power_of_two)
+    return quantize_rows(g_TN, fmt, multiplier_1K=multiplier, power_of_two=power_of_two)
+
+
+def _gradient_columns(
+    spec: LinearSpec, g_TN: Tensor, multiplier: Tensor | None, layer: Tensor
+) -> QuantizedColumns:
+    fmt, power_of_two, transposed = spec.grad_fmt, spec.power_of_two, k_major(g_TN.device)
+    if spec.stochastic:
+        return quantize_columns_stochastic(
+            g_TN, fmt, layer, multiplier_M1=multiplier, power_of_two=power_of_two, transposed=transposed
+        )
+    return quantize_columns(
+        g_TN, fmt, multiplier_M1=multiplier, power_of_two=power_of_two, transposed=transposed
+    )
 
 
 def _grad_input(
@@ -393,49 +356,26 @@ def _grad_input(
             from_NK, spec.fmt, power_of_two=spec.power_of_two, transposed=k_major(g_TN.device)
         )
     gx_TK = scaled_mm(g.q_MK, q_NK, g.scale_M1, scale_1K, dtype, layer, GRAD_INPUT, emulate=spec.emulate)
-    return rotate(gx_TK, dtype) if spec.rotated else gx_TK
+    return _rotated_back(spec, gx_TK)
 
 
 def _grad_weight(
-    spec: LinearSpec,
-    g_TN: Tensor,
-    g: QuantizedColumns | None,
-    saved: tuple[Tensor, ...],
-    layer: Tensor,
-    once: Once,
+    spec: LinearSpec, g_TN: Tensor, g: QuantizedColumns | None, saved: Saved, layer: Tensor
 ) -> Tensor:
     dtype, transposed = g_TN.dtype, k_major(g_TN.device)
     if spec.grad_weight == "high":
         return g_TN.t() @ saved[0]
     if spec.grad_weight == "folded":
         xq_TK, x_scale_T1 = saved
-        if spec.stochastic:
-            g = quantize_columns_stochastic(
-                g_TN,
-                spec.grad_fmt,
-                layer,
-                multiplier_M1=x_scale_T1,
-                power_of_two=spec.power_of_two,
-                transposed=transposed,
-            )
-        else:
-            g = quantize_columns(
-                g_TN,
-                spec.grad_fmt,
-                multiplier_M1=x_scale_T1,
-                power_of_two=spec.power_of_two,
-                transposed=transposed,
-            )
+        g = _gradient_columns(spec, g_TN, x_scale_T1, layer)
         # No scale: g contains x's scales.
-        xq_TK, x_scale_1K = once(lambda: transposed_copy(saved[0])) if transposed else xq_TK, None
+        xq_TK, x_scale_1K = transposed_copy(xq_TK) if transposed else xq_TK, None
     else:
-        xq_TK, x_scale_1K = once(
-            lambda: quantize_columns(
-                saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
-            )
+        xq_TK, x_scale_1K = quantize_columns(
+            saved[0], spec.fmt, power_of_two=spec.power_of_two, transposed=transposed
         )
     assert g is not None
     gw_NK = scaled_mm(
         g.q_MK.t(), xq_TK, g.scale_1K.t(), x_scale_1K, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
     )
-    return rotate(gw_NK, dtype) if spec.rotated else gw_NK
+    return _rotated_back(spec, gw_NK)

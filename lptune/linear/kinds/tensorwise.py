@@ -30,8 +30,7 @@ from lptune.kernels import (
     scaled_mm,
     transposed_copy,
 )
-from lptune.linear.kind import Agree, Kind, LinearSpec, Shard
-from lptune.linear.shared_input import Once, alone
+from lptune.linear.kind import Agree, Kind, LinearSpec, Needs, Saved, Shard
 from lptune.linear.weights.master_weight import GatheredWeight
 from lptune.linear.weights.weight_amax import quantize_by_agreement
 from lptune.numerics import QuantizedTensor, dequantize
@@ -43,47 +42,28 @@ class Tensorwise(Kind):
     one_scale = True
 
     def forward(
-        self,
-        spec: LinearSpec,
-        x_TK: Tensor,
-        w_NK: Tensor,
-        layer: Tensor,
-        quantized_x: tuple[Tensor, Tensor] | None,
-        once: Once,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
+    ) -> tuple[Tensor, Saved]:
         """See Kind. quantized_x: allowed only if `output` and `grad_weight` are low."""
         if spec.output == "high":
             return x_TK @ self._high_weight(spec, w_NK, layer, x_TK.dtype).t(), (x_TK,)
-        if self.has_history:
-            once = alone  # each layer has its own history, which this op writes
-        if quantized_x is not None:
-            x = QuantizedTensor(*quantized_x)
-        else:
-            x = once(lambda: self._quantize(spec, x_TK, layer, "x"))
+        x = QuantizedTensor(*quantized_x) if quantized_x else self._quantize(spec, x_TK, layer, "x")
         w = self._quantize(spec, w_NK, layer, "w")
         out_TN = scaled_mm(
             x.q_MK, w.q_MK.t(), x.scale_11, w.scale_11, x_TK.dtype, layer, OUTPUT, emulate=spec.emulate
         )
-        # Save x, not its 8-bit copy: q, k and v always share one x, but one copy only in an input group. A
-        # gathered 8-bit copy is shared by them.
+        # Save x, not its 8-bit copy: q, k and v share one x, and would keep a copy each; a gathered one is
+        # shared.
         return out_TN, quantized_x or (x_TK,)
 
     def backward(
-        self,
-        spec: LinearSpec,
-        g_TN: Tensor,
-        w_NK: Tensor,
-        saved: tuple[Tensor, ...],
-        layer: Tensor,
-        needs_grad_input: bool,
-        needs_grad_weight: bool,
-        once: Once,
+        self, spec: LinearSpec, g_TN: Tensor, w_NK: Tensor, saved: Saved, layer: Tensor, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None]:
         dtype, transposed, gx_TK, gw_NK = g_TN.dtype, k_major(g_TN.device), None, None
-        low_input = needs_grad_input and spec.grad_input != "high"
-        low_weight = needs_grad_weight and spec.grad_weight != "high"
+        low_input = needs.input and spec.grad_input != "high"
+        low_weight = needs.weight and spec.grad_weight != "high"
         g, g_transposed = self._gradient(spec, g_TN, layer, low_input, low_weight, transposed)
-        if needs_grad_input:
+        if needs.input:
             if g is None:
                 gx_TK = g_TN @ self._high_weight(spec, w_NK, layer, dtype)
             else:
@@ -91,12 +71,11 @@ class Tensorwise(Kind):
                 gx_TK = scaled_mm(
                     g.q_MK, w.q_MK, g.scale_11, w.scale_11, dtype, layer, GRAD_INPUT, emulate=spec.emulate
                 )
-        if needs_grad_weight:
+        if needs.weight:
             if g_transposed is None:
                 gw_NK = g_TN.t() @ saved[0]
             else:
-                shared = alone if self.has_history else once  # see forward
-                x = shared(lambda: self._saved(spec, saved, layer, transposed))
+                x = self._saved(spec, saved, layer, transposed)
                 g_NT, scale_11 = g_transposed.q_MK.t(), g_transposed.scale_11
                 gw_NK = scaled_mm(
                     g_NT, x.q_MK, scale_11, x.scale_11, dtype, layer, GRAD_WEIGHT, emulate=spec.emulate
@@ -121,9 +100,7 @@ class Tensorwise(Kind):
         g = self._quantize(spec, g_TN, layer, "g", transposed and for_weight)
         return g if for_input else None, g if for_weight else None
 
-    def _saved(
-        self, spec: LinearSpec, saved: tuple[Tensor, ...], layer: Tensor, transposed: bool
-    ) -> QuantizedTensor:
+    def _saved(self, spec: LinearSpec, saved: Saved, layer: Tensor, transposed: bool) -> QuantizedTensor:
         """x in 8 bits for grad_weight, from the tensors that `forward` saved."""
         if len(saved) == 1:
             return self._quantize(spec, saved[0], layer, "x", transposed)

@@ -74,7 +74,6 @@ class PrecomputedScales:
                 optimizer.register_step_post_hook(self._stepped)
 
     def leave_out(self, like: Mapping[int, int]) -> None:
-        """See LowPrecision.leave_out, which calls it."""
         self._weights |= {left: self._weights[here] for left, here in like.items() if here in self._weights}
 
     def whole_amax(self, number: int, mine_BC: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -42,10 +42,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune.kernels import GEMMS, LIVE, LayerAmaxes, not_recorded
 from lptune.linear.dtensors import as_sharded
-from lptune.linear.grouped_high import grad_weight_of_groups, multiply_groups
+from lptune.linear.grouped import grad_weight_of_groups, multiply_groups
+from lptune.linear.kind import Needs, Saved
 from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
-from lptune.linear.shared_input import alone
 from lptune.linear.weights.master_weight import plain_rows
 from lptune.linear.weights.row_tensor import RowTensor
 
@@ -78,12 +78,10 @@ class LayerErrors(NamedTuple):
 
     @property
     def worst_sqnr_db(self) -> float:
-        """The smallest of the three SQNRs."""
         return min(self[: len(GEMMS)])
 
     @property
     def worst_gemm(self) -> str:
-        """The GEMM that has it."""
         return GEMMS[self.index(self.worst_sqnr_db)]
 
 
@@ -168,7 +166,6 @@ class _Layer:
             LIVE[self.module.number].amaxes = apart
 
     def restore(self) -> None:
-        """Undoes `replace` and `measure_apart`."""
         vars(self.module).pop("_multiply", None)
         LIVE[self.module.number].amaxes = self._amaxes
 
@@ -185,13 +182,11 @@ class _Layer:
         assert isinstance(sharded, DTensor)
         return sharded.full_tensor()
 
-    def forward(
-        self, x_TK: Tensor, weight_NK: Tensor, ends: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(self, x_TK: Tensor, weight_NK: Tensor, ends: Tensor | None) -> tuple[Tensor, Saved]:
         """The forward of training. ends: of a grouped layer."""
         spec, handle = self.module.spec, self.module.handle
         if ends is None:
-            return spec.kind.forward(spec, x_TK, weight_NK, handle, None, alone)
+            return spec.kind.forward(spec, x_TK, weight_NK, handle, None)
         return spec.kind.grouped_forward(spec, x_TK, weight_NK, ends, handle)
 
     def compare(
@@ -199,17 +194,15 @@ class _Layer:
     ) -> Tensor | None:
         """Measures the errors of the three GEMMs; returns grad_input as training computes it."""
         spec, handle, weight_NK = self.module.spec, self.module.handle, compute_weight(w_NK, x_TK.dtype)
-        kind = spec.kind
+        kind, needs = spec.kind, Needs(True, needs_grad_weight)
         high_NK = self.high_weight(w_NK, x_TK)
         exact = {"x": x_TK, "w": high_NK, "g": g_TN}
         with _Operands() as operands:
             out_TN, saved = self.forward(x_TK, weight_NK, ends)
             if ends is None:
-                found = kind.backward(spec, g_TN, weight_NK, saved, handle, True, needs_grad_weight, alone)
+                found = kind.backward(spec, g_TN, weight_NK, saved, handle, needs)
             else:
-                found = kind.grouped_backward(
-                    spec, g_TN, weight_NK, ends, saved, handle, True, needs_grad_weight, None
-                )
+                found = kind.grouped_backward(spec, g_TN, weight_NK, ends, saved, handle, needs, None)
             gx_TK, gw_NK = found
         exact_nonzero = {name: tensor.count_nonzero() for name, tensor in exact.items()}
         for gemm, name, nonzero, largest in operands.counts:
@@ -227,7 +220,6 @@ class _Layer:
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
 
     def errors(self) -> LayerErrors:
-        """See LayerErrors."""
         sums = {key: value.tolist() for key, value in self.sums.items()}
         fractions = [[n / each[0] for n in each[1:]] for key, each in sums.items() if _counts(key, each)]
         # A rotated operand may have more elements that are not zero than before.

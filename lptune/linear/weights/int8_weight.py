@@ -15,10 +15,15 @@ All other operations that read it get the dequantized values, in an ordinary ten
 FSDP2 shards and gathers q and scale (row_tensor.py). In a gathered weight they are views of the all-gather
 buffer, which FSDP frees and fills again.
 
+A checkpoint does not depend on the precision: it stores q * scale under the weight's name, as of any weight.
+The scales are stored beside it, under INT8_SCALE/NAME: they cannot be recomputed from the values, which may
+be rounded to bfloat16, and after stochastic rounding a row may have no 127. A checkpoint can be loaded
+without them, but the weight is then not bitwise equal.
+
 Shapes: N out_features (or this rank's rows of them), K in_features, R ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +40,9 @@ from lptune.linear.weights.row_tensor import GatheredByRows, RowTensor
 from lptune.numerics import QuantizedRows, dequantize, quantize_rows
 
 _aten = torch.ops.aten
+
+INT8_SCALE = "int8_scale"
+"""The prefix of an Int8Weight's scales in a checkpoint, (N, 1) float32."""
 
 
 class Int8Weight(GatheredByRows):
@@ -112,16 +120,13 @@ class Int8Weight(GatheredByRows):
         return func(*plain_args, **plain_kwargs)
 
     def rows_to_send(self, mesh: DeviceMesh, num_rows: int) -> Packed:
-        """The stored q and scales."""
         return Packed(pack_rows((self.q_NK, self.scale_N1), num_rows), None)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
-        """An Int8Weight of the gathered q and scales."""
         return Int8Weight(*quantized, dtype=dtype, full_rows=self.full_rows)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Always torch.int8, the dtype of q."""
         return torch.int8
 
 
@@ -162,6 +167,32 @@ def row_scales(tensor: Tensor) -> Tensor:
     rows = int8_rows(tensor)
     assert rows is not None
     return as_sharded(tensor, rows.scale_N1.detach())
+
+
+def is_stored_in_place(tensor: Tensor) -> bool:
+    """Whether the values that a checkpoint stores can be loaded into `tensor` in place: not into an
+    Int8Weight, whose values `dequantized` computes for saving, and `fill_stored` loads.
+    """
+    return int8_rows(tensor) is None
+
+
+def stored_beside(weight: Tensor) -> dict[str, Tensor]:
+    """The live tensors that a checkpoint stores beside the values of `weight`, by the prefix of their name.
+    They have the placements of `weight`.
+    """
+    return {} if int8_rows(weight) is None else {INT8_SCALE: row_scales(weight)}
+
+
+def fill_stored(weight: Tensor, values: Tensor, beside: Mapping[str, Tensor]) -> None:
+    """Fills a weight that is not stored in place, with tensors of a checkpoint.
+
+    values: with the placements of `weight`. beside: by prefix, as in `stored_beside`; a scale that the
+    checkpoint lacks is computed from the values.
+    """
+    rows = int8_rows(weight)
+    assert rows is not None
+    scale = beside.get(INT8_SCALE)
+    rows.fill_from(on_this_rank(values), None if scale is None else on_this_rank(scale))
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:

@@ -152,12 +152,10 @@ class MasterWeight(GatheredByRows):
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """The 8-bit dtype of the format of W."""
         return FORMATS[self.spec.fmt].dtype
 
     @property
     def header_bytes(self) -> int:
-        """Bytes before each row in the buffer: for the row's scale, or 0."""
         return self.spec.kind.header_bytes
 
 

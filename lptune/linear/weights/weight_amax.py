@@ -9,7 +9,7 @@ inside a block. So ranks must agree on amaxes before they quantize their rows fo
     DelayedScaling       none after the first step: all ranks know the amaxes of past steps (delayed.py)
 
 PrecomputedScales and DelayedScaling are amax sources; the registry LIVE has that of each layer
-(kernels/live.py). At every gather, the amax source is called with the layer number and the amaxes of this
+(kernels/record.py). At every gather, the amax source is called with the layer number and the amaxes of this
 rank's rows. Ranks exchange amaxes, not scales, because the quantizers compute both the scale and its inverse
 from the amax, each rounded once.
 

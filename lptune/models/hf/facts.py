@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lptune.base.errors import UserError
 from lptune.models.facts import Facts, Layer
+from lptune.models.families import MAX_LAYERS
 from lptune.models.headers import read_index
 from lptune.models.keys import Keys
 from lptune.models.quantized import QUANTIZED_KEYS, read_scheme
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from lptune.models.hf.model import HFModel
 
 
-_MAX_LAYERS = 4096
 _OLDEST = 5, 17
 """The oldest transformers with which the models were tried. Our own decoder needs none of its models."""
 
@@ -41,7 +41,6 @@ class HFLayer(Layer):
 
     @property
     def reads(self) -> tuple[Hashable, ...]:
-        """The mask of its kind."""
         return (self.kind,)
 
 
@@ -58,8 +57,6 @@ class HFFacts(Facts):
     """Name and shape of each tensor of the checkpoint; (): it has no weights."""
     logit_softcap: float | None = None
     logit_divisor: float = 1.0
-    has_sinks: bool = False
-    """Whether attention has scores for keys that are not there."""
     longest_packed_row: int | None = None
     """The largest number of tokens of a row with several documents; None: any."""
     is_recurrent: bool = False
@@ -70,7 +67,6 @@ class HFFacts(Facts):
     """The blocks that `keep_blocks` left; None: all."""
 
     def build(self) -> "HFModel":
-        """The model, with the modules of transformers' class and their names."""
         from lptune.models.hf.model import HFModel
 
         return HFModel(self)
@@ -92,7 +88,6 @@ class HFFacts(Facts):
         return Path(self.where).parent
 
     def with_layers(self, numbers: Sequence[int]) -> Self:
-        """The facts of the model that has only these blocks."""
         kept = range(len(self.layers)) if self.kept is None else self.kept
         return replace(super().with_layers(numbers), kept=tuple(kept[number] for number in numbers))
 
@@ -160,17 +155,10 @@ def _check(keys: Keys) -> None:
             f"run: {sys.executable} -m pip install -U transformers",
         )
     read_scheme(keys)
-    if isinstance(count := keys.get("num_hidden_layers"), int) and count > _MAX_LAYERS:
+    if isinstance(count := keys.get("num_hidden_layers"), int) and count > MAX_LAYERS:
         raise keys.error("num_hidden_layers", f"{count} is more than any model has; download the file again")
-    names = keys.get("architectures")
-    if names and not isinstance(names, list):
-        raise keys.error("architectures", f"expected a list of names, found {names!r}")
-    if (
-        keys.get("text_config") is None
-        and names
-        and not any(str(name).endswith("ForCausalLM") for name in names)
-    ):
-        raise keys.error("architectures", f"expected a ...ForCausalLM checkpoint, found {names}")
+    if keys.get("text_config") is None:
+        keys.check_architectures()
 
 
 def config_of(content: str, where: str) -> Any:

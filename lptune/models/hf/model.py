@@ -28,7 +28,6 @@ from torch._guards import detect_fake_mode
 
 from lptune.base.errors import UserError
 from lptune.base.text import first_line
-from lptune.models.attention import choose_backend
 from lptune.models.backbone import Backbone, Cache, ChunkLoss, Part, drawn
 from lptune.models.documents import DocumentBounds
 from lptune.models.headers import HFIndex, open_tensors, read_index
@@ -100,23 +99,19 @@ class HFModel(Backbone):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks, one for each of `facts.layers`: transformers calls them decoder layers."""
         found = self.get_submodule(self.blocks_name)
         assert isinstance(found, nn.ModuleList)
         return found
 
     @property
     def embedding(self) -> nn.Module:
-        """The module of the first of `facts.word_names`."""
         return self.get_submodule(self.facts.word_names[0].rpartition(".")[0])
 
     @property
     def head(self) -> nn.Module:
-        """The linear layer that makes raw logits."""
         return self.get_submodule(self.facts.word_names[1].rpartition(".")[0])
 
     def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
-        """The last hidden state of transformers' base model (B, S, H)."""
         return self._body(tokens_BS, documents, None)
 
     def make_cache(self, batch: int, num_places: int) -> Cache | None:
@@ -132,13 +127,11 @@ class HFModel(Backbone):
         return self.new_cache(batch, num_places) if caches_exactly(self.facts) else None
 
     def new_cache(self, batch: int, num_places: int) -> attention.PastTokens:
-        """A cache, whether it is exact or not."""
         config = self.get_submodule(self.body_name).config
         states = mixers.make_states(config) if self.facts.is_recurrent else None
         return attention.PastTokens(batch, num_places, next(self.parameters()).device, states)
 
     def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: Cache | None) -> Tensor:
-        """`body` for tokens that follow those in `cache`, which also stores them."""
         assert cache is None or isinstance(cache, attention.PastTokens)
         return self._body(tokens_BS, None, cache, lengths_B)
 
@@ -183,21 +176,6 @@ class HFModel(Backbone):
             found = self.get_submodule(self.body_name)(input_ids=tokens_BS, use_cache=False, **arguments)
         hidden_BSH: Tensor = found.last_hidden_state
         return hidden_BSH
-
-    def attention_backend(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        one_document_per_row: bool = False,
-        seq_len: int | None = None,
-    ) -> str:
-        """The attention backend (models/attention.py) for these rows; `sdpa` for attention with sinks."""
-        if self.facts.has_sinks:
-            return "sdpa"
-        return choose_backend(
-            self.facts, device, dtype, one_document_per_row=one_document_per_row, seq_len=seq_len
-        )
 
     def initial_value(self, name: str, seed: int) -> Tensor:
         """Random weights for trials, not those of transformers' own initialization: matrices are normal, with
@@ -272,7 +250,6 @@ class HFModel(Backbone):
         return value.to(made.dtype)
 
     def keep_blocks(self, numbers: Sequence[int]) -> None:
-        """Removes all blocks but those with these numbers, which keep their names."""
         self._remove_blocks(set(range(len(self.facts.layers))).difference(numbers))
         self.facts = self.facts.with_layers(numbers)
 

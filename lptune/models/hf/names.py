@@ -8,22 +8,10 @@ and an export stores what the base stored. An operation that makes no boxes is r
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from lptune.base.errors import UserError
 from lptune.models.backbone import Part
-
-
-class _Box(NamedTuple):
-    """A stored tensor within what it becomes."""
-
-    stored: str
-    sizes: tuple[int, ...]
-    """Of what it becomes: 1 in a dimension that the tensor does not have."""
-    dims: tuple[int | None, ...]
-    """For each dimension the tensor's own; None: it has none."""
-    start: tuple[int, ...]
-
 
 _OF_TEXT = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")
 
@@ -71,7 +59,7 @@ def map_names(
             if pattern in sources
         }
         if name in known:
-            found[name] = [_part(box) for box in _follow(name, boxes, converter)]
+            found[name] = _follow(name, boxes, converter)
             reached = tuple(
                 max(part.start[dim] + part.sizes[dim] for part in found[name])
                 for dim in range(len(found[name][0].sizes))
@@ -84,15 +72,11 @@ def map_names(
     return found
 
 
-def _whole(stored: str, shape: tuple[int, ...]) -> _Box:
-    return _Box(stored, shape, tuple(range(len(shape))), (0,) * len(shape))
+def _whole(stored: str, shape: tuple[int, ...]) -> Part:
+    return Part(stored, (0,) * len(shape), shape, dims=tuple(range(len(shape))))
 
 
-def _part(box: _Box) -> Part:
-    return Part(box.stored, box.start, box.sizes, dims=box.dims)
-
-
-def _follow(name: str, boxes: dict[str, list[_Box]], converter: Any) -> list[_Box]:
+def _follow(name: str, boxes: dict[str, list[Part]], converter: Any) -> list[Part]:
     """The boxes after the operations of `converter`. boxes: by pattern, in the order of the patterns."""
     for operation in converter.operations:
         kind = type(operation).__name__
@@ -115,22 +99,21 @@ def _follow(name: str, boxes: dict[str, list[_Box]], converter: Any) -> list[_Bo
     return next(iter(boxes.values()))
 
 
-def _stacked(boxes: list[_Box], dim: int) -> list[_Box]:
+def _stacked(boxes: list[Part], dim: int) -> list[Part]:
     """The same boxes one after the other along a new dimension."""
     return [
-        _Box(
-            box.stored,
-            (*box.sizes[:dim], 1, *box.sizes[dim:]),
-            (*box.dims[:dim], None, *box.dims[dim:]),
-            (*box.start[:dim], number, *box.start[dim:]),
+        box._replace(
+            start=(*box.start[:dim], number, *box.start[dim:]),
+            sizes=(*box.sizes[:dim], 1, *box.sizes[dim:]),
+            dims=(*box.dims[:dim], None, *box.dims[dim:]),
         )
         for number, box in enumerate(boxes)
     ]
 
 
-def _joined(groups: Iterable[list[_Box]], dim: int) -> list[_Box]:
+def _joined(groups: Iterable[list[Part]], dim: int) -> list[Part]:
     """Groups of boxes one after the other along `dim`. Each group fills what its boxes reach."""
-    found, first = list[_Box](), 0
+    found, first = list[Part](), 0
     for group in groups:
         for box in group:
             start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
@@ -139,12 +122,11 @@ def _joined(groups: Iterable[list[_Box]], dim: int) -> list[_Box]:
     return found
 
 
-def _turned(box: _Box, one: int, other: int) -> _Box:
+def _turned(box: Part, one: int, other: int) -> Part:
     order = list(range(len(box.sizes)))
     order[one], order[other] = other, one
-    return _Box(
-        box.stored,
-        tuple(box.sizes[i] for i in order),
-        tuple(box.dims[i] for i in order),
-        tuple(box.start[i] for i in order),
+    return box._replace(
+        start=tuple(box.start[i] for i in order),
+        sizes=tuple(box.sizes[i] for i in order),
+        dims=tuple(box.dims[i] for i in order),
     )

@@ -11,9 +11,9 @@ bits. The kinds and `none` take turns. Of several rounds the fastest counts: oth
 The time is bounded: a shorter micro-batch is timed if the whole one would not leave time to compile
 (`timed_tokens`), and after `seconds` nothing new begins. The rest and the largest group are always timed.
 
-q, k and v read one x, and so do gate and up: in low precision x is quantized once for all of them. Timed one
-by one, each would pay for it, and low precision would look slower than it is in a step. Groups with the same
-shapes are timed once and counted.
+q, k and v read one x, and so do gate and up: compiled, x is quantized once for all of them. Timed one by one,
+each would pay for it, and low precision would look slower than it is in a step. Groups with the same shapes
+are timed once and counted.
 """
 
 import dataclasses
@@ -35,6 +35,9 @@ from lptune.base.text import size_text
 from lptune.config import OPTIMIZER_KINDS, ParallelConfig, PrecisionConfig, RunConfig
 from lptune.distributed import World
 from lptune.hardware.host_memory import available_bytes
+
+READ_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
+"""Names of sibling modules that usually read one x: in Hugging Face's decoders, and in BERT's family."""
 
 
 class Shape(NamedTuple):
@@ -125,7 +128,7 @@ def _together(names: list[str]) -> list[list[str]]:
     """`names` of one module, by the input that they read."""
     groups: list[list[str]] = []
     left = list(names)
-    for readers in linear.READ_ONE_INPUT:
+    for readers in READ_ONE_INPUT:
         group = [name for name in readers if name in left]
         if group:
             groups.append(group)

@@ -73,9 +73,10 @@ def test_the_bits_depend_on_seed_step_micro_batch_and_on_nothing_else(kind: str)
 
     def gradients(seed: int, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
         model, plan = _layer(kind)
-        rounding = linear.StochasticRounding(model, plan, seed)
-        rounding.start(step, micro_batch)
-        return _gradients(model, x, g)
+        low = linear.LowPrecision(model, plan, seed=seed, verify=False)
+        with low.step(step, num_passes=1):
+            low.micro_batch(micro_batch)
+            return _gradients(model, x, g)
 
     first = gradients(1, 2, 3)
     for other, same in (((1, 2, 3), True), ((0, 2, 3), False), ((1, 1, 3), False), ((1, 2, 4), False)):

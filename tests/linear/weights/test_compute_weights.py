@@ -449,20 +449,6 @@ def test_a_copy_of_the_model_is_refused(world: distributed.World) -> None:
         copy.deepcopy(model)
 
 
-def test_an_update_is_seen_though_fused_kernels_count_no_write(world: distributed.World) -> None:
-    model, _ = _model(world, _execution(None))
-    tokens_BS = _tokens(model, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    losses = []
-    for _ in range(3):
-        loss = model(tokens_BS, None, tokens_BS)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[0] > losses[1] > losses[2]
-
-
 def test_freezing_later(world: distributed.World) -> None:
     model, _ = _model(world, _execution(None))
     tokens_BS = _tokens(model, 0)
