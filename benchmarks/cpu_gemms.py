@@ -19,7 +19,7 @@ import torch
 from harness import Results, device_name, fastest_ms, parser
 from torch import Tensor
 
-from lptune.kernels import choose_backend, native
+from lptune.kernels import cpu_gemms, native
 from lptune.kernels.native.library import INSTRUCTION_SETS
 
 SHAPES = [(2048, 2048, 2048), (2048, 256, 256), (2048, 2048, 8192)]
@@ -62,9 +62,10 @@ def one_set(args: Any) -> int:
             for layout in ("NT", "NN", "TN"):
                 wrong |= row(shape, layout, args.rounds, results)
         del os.environ["LPTUNE_KERNELS"]  # the library that is loaded stays
-        chosen = choose_backend("int8_gemm", "cpu")
-        results.update(chosen=chosen)
-    print(f"  a run takes {chosen}", flush=True)
+        chosen, slowdown = cpu_gemms.fastest_int8_gemm(), cpu_gemms.bfloat16_slowdown()
+        results.update(chosen=chosen, bfloat16_slowdown=slowdown)
+    bf16 = "" if slowdown is None else f"; a bfloat16 GEMM takes {slowdown:.1f}x the time of a float32 GEMM"
+    print(f"  a run takes {chosen}{bf16}", flush=True)
     return int(wrong)
 
 
