@@ -21,14 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 from lptune.base.errors import UnknownKeyError, UserError, closest
 from lptune.base.files import read_text
 from lptune.config.elsewhere import SWITCHES, key_here
-from lptune.config.environment import (
-    TEXTS,
-    check_interpolations,
-    check_reads,
-    marked,
-    masked,
-    reads_environment,
-)
 
 
 class Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -107,8 +99,8 @@ _MAX_DEPTH = 20
 """Levels of nesting in a YAML file. The sections of a config nest two deep."""
 _MAX_INTERPOLATIONS = 16
 """Number of `${…}` in a config. Each can double a text that another doubles: the size is exponential."""
-
-_AS_WRITTEN = "_as_written"  # attribute of a loaded config: dotted key -> its `${…}`, see to_yaml
+_REFERENCE = re.compile(r"\$\{\s*[\w.\[\]\-]+\s*\}")
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 
 
 def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
@@ -119,27 +111,15 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     """
     values = _values(cls, path, overrides)
     _fill_in_defaults(cls, values)
-    raw = typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=False))
+    raw = OmegaConf.to_container(values, resolve=False)
     if str(raw).count("${") > _MAX_INTERPOLATIONS:
         raise UserError(f"{path}: holds more than {_MAX_INTERPOLATIONS} ${{…}}; write some values out")
     try:
-        check_interpolations(raw, {key.rpartition(".")[0] for key in key_paths(cls)})
-    except UserError as error:
-        raise UserError(f"{_blame(str(error), path, overrides)}: {error}") from None
-    try:
-        marks = _resolved(marked(raw)) if reads_environment(raw) else None
-        resolved = _resolved(raw)
-    except OmegaConfBaseException as error:
-        message = f"{error.full_key}: {_first_line(error)}"
-        raise UserError(f"{_blame(message, path, overrides)}: {masked(message, raw)}") from None
-    try:
-        check_reads(marks, lambda key: key in TEXTS or _is_number(_hint(cls, key)))
-        cfg = _build(cls, resolved, "")
-    except UserError as error:
-        blamed = _blame(str(error), path, overrides)
-        raise UserError(f"{blamed}: {masked(str(error), raw)}") from None
-    object.__setattr__(cfg, _AS_WRITTEN, _interpolations(cls, values))
-    return cfg
+        _check_references(raw, "")
+        return _build(cls, typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=True)), "")
+    except (UserError, OmegaConfBaseException) as error:
+        message = str(error) if isinstance(error, UserError) else f"{error.full_key}: {_first_line(error)}"
+        raise UserError(f"{_blame(message, path, overrides)}: {message}") from None
 
 
 def read_values(cls: type, path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -161,22 +141,15 @@ def _values(cls: type, path: Path, overrides: Sequence[str]) -> DictConfig:
 def to_yaml(cfg: Any) -> str:
     """`cfg` (a config dataclass) as YAML that `load_config` reads back to an equal object.
 
-    Every key is written out. Where the environment took part (`${oc.env:TOKEN}`), a loaded config's `${…}`
-    stay as they were written, so that no value of the environment ends up in a file.
+    Every key is written out.
     """
-    text: str = yaml.dump(as_written(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(to_dict(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
-def as_written(cfg: Any) -> dict[str, Any]:
-    """Every key of `cfg` (a config dataclass) in nested dicts of plain values, the `${…}` as in `to_yaml`."""
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """Every key of `cfg` (a config dataclass) in nested dicts of plain values."""
     plain: dict[str, Any] = _plain(dataclasses.asdict(cfg))
-    for key, written in getattr(cfg, _AS_WRITTEN, {}).items():
-        *sections, leaf = key.split(".")
-        section = plain
-        for name in sections:
-            section = section[name]
-        section[leaf] = written
     return plain
 
 
@@ -197,10 +170,6 @@ def default(cls: type, key: str) -> Any:
     return None if value is dataclasses.MISSING else _plain(value)
 
 
-def _resolved(raw: Any) -> Any:
-    return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -214,19 +183,21 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in entries]
 
 
-def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
-    """Key -> its `${…}` as written (of a list, the whole list); empty if nothing reads the environment."""
-    raw = OmegaConf.to_container(values, resolve=False)
-    if not reads_environment(raw):
-        return {}
-    found: dict[str, Any] = {}
-    for key in key_paths(cls):
-        value: Any = raw
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(value, dict) and "${" in str(value):
-            found[key] = value
-    return found
+def _check_references(value: Any, key: str) -> None:
+    """Raises UserError, which begins with the key, for a `${…}` that is not another key: OmegaConf's
+    resolvers read the environment, which holds tokens, and a config may come from a stranger.
+    """
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_references(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for item in value:
+            _check_references(item, key)
+    elif isinstance(value, str) and "${" in _REFERENCE.sub("", _ESCAPED.sub("", value)):
+        raise UserError(
+            f"{key}: {value!r:.100}: a ${{…}} may be another key, written out; what the environment decides "
+            "is an argument, output_dir=$SCRATCH/run"
+        )
 
 
 def read_yaml(path: Path) -> DictConfig:
@@ -319,10 +290,6 @@ def _hint(cls: type, key: str) -> Any:
 
 def _is_text(hint: Any) -> bool:
     return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
-
-
-def _is_number(hint: Any) -> bool:
-    return bool({hint, *typing.get_args(hint)} & {int, float, bool})
 
 
 def _is_yaml(hint: Any, text: str) -> bool:

@@ -459,7 +459,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("validate toy.yaml checkpoint.at_end=false", "checkpoint.at_end: | set export.enabled=false"),
     ("validate toy.yaml output_dir=tiny", "output_dir: tiny would overwrite the model in model.path"),
     ("validate toy.yaml data.seq_len=1000000000000", "micro_batch_size: 4 rows of data.seq_len= | lower one"),
-    ("validate toy.yaml 'model.path=${oc.env:LPTUNE_TEST_NOT_SET}'", "model.path: | 'LPTUNE_TEST_NOT_SET' not found"),
+    ("validate toy.yaml 'model.path=${oc.env:HOME}/m'", "model.path: | may be another key | is an argument"),
     (f"validate {TUNE} sed=1", "is a config of torchtune | `lptune migrate"),
     ("validate toy.py --recipe full_dpo --config toy.yaml", "two recipes given, toy.py and full_dpo | leave one out"),
     ("run generate --config generation data.source=x", "unknown key 'data.source' | mean 'prompts.source'?"),

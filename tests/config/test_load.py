@@ -191,29 +191,15 @@ def test_what_other_trainers_words_are_here_exists_here(tmp_path: Path) -> None:
             load(tmp_path, BASE, f"{key}={meant.split()[0].rstrip(',;')}")
 
 
-def test_values_of_the_environment_are_used_but_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
-    text = BASE + "seed: ${oc.env:LPTUNE_TEST_SEED,'7'}\noutput_dir: runs/${oc.env:LPTUNE_TEST_SECRET}\n"
-    cfg = load(tmp_path, text + "resume: '${output_dir}'")
-    assert (cfg.output_dir, cfg.resume, cfg.seed) == ("runs/s3cret", "runs/s3cret", 7)
-    assert "s3cret" not in to_yaml(cfg)
-    assert load(tmp_path, to_yaml(cfg)) == cfg
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "output_dir: 'r-${precision.kind}-${seed}'",
-        "output_dir: 'r-${oc.env:LPTUNE_TEST_NOT_SET,${seed}}'",
-        "optimizer: {lr: '${oc.env:LPTUNE_TEST_NOT_SET,1e-3}'}",
-        "output_dir: 'r-${ oc.env:LPTUNE_TEST_SECRET }'",
+        "output_dir: 'r-${ data.source }'",
         "data: {prompt_template: 'costs \\${5 or so}'}",
     ],
 )
-def test_what_a_config_may_interpolate(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
+def test_what_a_config_may_interpolate(text: str, tmp_path: Path) -> None:
     load(tmp_path, OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text))))
 
 
@@ -335,58 +321,23 @@ def test_a_changed_config_has_what_differs_and_loads_as_the_changed_config(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("text", "blamed"),
+    "text",
     [
-        ("seed: 1\noutput_dir: r-${oc.${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
-        ("output_dir: r-${${data.prompt_column}:LPTUNE_TEST_SECRET}", "output_dir"),
-        ("output_dir: r-${oc.env:${data.prompt_column}}", "output_dir"),
-        ("output_dir: r-${oc.env:LPTUNE_TEST_${seed}}", "output_dir"),
-        (
-            "data: {text_column: '\\${oc.', split: 'env:LPTUNE_TEST_SECRET}'}\noutput_dir: '${oc.decode:${data.text_column}${data.split}}'",
-            "output_dir",
-        ),
-        ("data: {system_prompt: 'say ${oc.env:LPTUNE_TEST_SECRET}'}", "data.system_prompt"),
-        (
-            "data: {chat_template: '{{ 1 }}${output_dir}'}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'",
-            "data.chat",
-        ),
-        (
-            "data: {source: [{source: a.jsonl, system_prompt: '${oc.env:LPTUNE_TEST_SECRET}'}]}",
-            "data.source.system_prompt",
-        ),
-        ("precision: ${parallel}\noutput_dir: '${oc.env:LPTUNE_TEST_SECRET}'", "precision"),
-        (
-            "seed: ${oc.env:LPTUNE_TEST_SECRET}",
-            "seed: must be an integer, found '${oc.env:LPTUNE_TEST_SECRET}'",
-        ),
-        (
-            "precision: {kind: '${oc.env:LPTUNE_TEST_SECRET}'}",
-            "precision.kind: '${oc.env:LPTUNE_TEST_SECRET}' is not",
-        ),
+        "output_dir: 'r-${oc.env:LPTUNE_TEST_SECRET}'",
+        "output_dir: 'r-${ oc.env : LPTUNE_TEST_SECRET }'",
+        "output_dir: 'r-${oc.env:NOT_SET,${seed}}'",
+        "output_dir: r-${oc.${data.prompt_column}:LPTUNE_TEST_SECRET}",
+        "output_dir: r-${${data.prompt_column}:LPTUNE_TEST_SECRET}",
+        "data: {text_column: '\\${oc.', split: 'env:LPTUNE_TEST_SECRET}'}\noutput_dir: '${oc.decode:${data.text_column}${data.split}}'",
+        "data: {source: [{source: a.jsonl, system_prompt: '${oc.env:LPTUNE_TEST_SECRET}'}]}",
     ],
 )
-def test_the_environment_is_read_by_name_alone_and_never_into_a_text_that_is_kept(
-    text: str, blamed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["data.prompt_column=env"] if "prompt_column" in text else []
+def test_no_config_reads_the_environment(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's config would put a token into what is trained, exported or logged."""
+    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
     written = OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(BASE), OmegaConf.create(text)))
-    for secret in ("s3cret", "s3cret" + "x" * 60 + "y" * 93, "s3cret\\b'c", "s3cretkéy\u00a0" + "z" * 200):
-        monkeypatch.setenv("LPTUNE_TEST_SECRET", secret)
-        with pytest.raises(UserError) as raised:
-            load(tmp_path, written, *arguments)
-        # How an error quotes a text depends on the quotes in what it stands for.
-        assert (blamed if secret == "s3cret" else blamed.partition(" '")[0]) in str(raised.value)
-        assert "s3cret"[:5] not in str(raised.value)
-
-
-@pytest.mark.parametrize("secret", ["x" * 60 + "y" * 93, "a\\b'c", "kéy\u00a0" * 40])
-@pytest.mark.parametrize("key", ["seed", "precision.kind"])
-def test_no_part_of_a_value_of_the_environment_is_in_an_error(
-    secret: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", secret)
-    with pytest.raises(UserError) as raised:
-        load(tmp_path, BASE, key + "=${oc.env:LPTUNE_TEST_SECRET}")
-    assert "${oc.env:LPTUNE_TEST_SECRET}" in str(raised.value)
-    for written in (secret, repr(secret)[1:-1]):
-        assert written[:5] not in str(raised.value)
+    key = "data.source.system_prompt" if "a.jsonl" in text else "output_dir"
+    message = refused(tmp_path, written, "data.prompt_column=env")
+    assert f"{key}: " in message
+    assert "may be another key" in message
+    assert "s3cret" not in message
