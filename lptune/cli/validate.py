@@ -7,7 +7,7 @@ import click
 
 from lptune.base.errors import UserError
 from lptune.cli import catalog, planned_model, preflight, recipe
-from lptune.config import RunConfig, check_sources, data_files, entries
+from lptune.config import RunConfig, check_inputs_stay, check_sources, data_files, entries
 
 
 @click.command()
@@ -50,6 +50,7 @@ def validate(
     if isinstance(cfg, RunConfig) and world_size is not None:
         cfg.check_ranks(world_size)
     if isinstance(cfg, RunConfig):
+        check_inputs_stay(cfg)
         for key, of in (("data.source", cfg.data.sources), ("data.eval_source", cfg.data.eval_sources)):
             check_sources(key, [each for each in of if _is_here(each.source)])
     if recipe_path in catalog.recipes().values():  # a copied recipe may read its model from anywhere

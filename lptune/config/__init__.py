@@ -13,7 +13,7 @@ from lptune.config.inference import (
     SamplingConfig,
 )
 from lptune.config.optimization import OPTIMIZER_KINDS, OptimizerConfig, ScheduleConfig
-from lptune.config.paths import RUN_FILES, RUN_FOLDERS, check_given_files_stay, check_inputs_stay
+from lptune.config.paths import RUN_FILES, RUN_FOLDERS, check_inputs_stay
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.recipes import (
     DistillationConfig,
@@ -101,7 +101,6 @@ __all__ = [
     "SourceConfig",
     "TeacherConfig",
     "check_batches",
-    "check_given_files_stay",
     "check_inputs_stay",
     "check_path",
     "check_sources",

@@ -1,7 +1,7 @@
-"""Whether a run would write over its own input, its config or its recipe."""
+"""Whether a run would write over its own input."""
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,6 @@ def check_inputs_stay(cfg: Any) -> None:
         raise UserError(
             f"data.cache: {cache} is in output_dir ({cfg.output_dir}), where the run writes; choose another"
         )
-
-
-def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
-    """Raises UserError if the run would remove one of `files` (its config or its recipe) in `output_dir`.
-
-    The config.yaml of a run may be one of them: a run that does not continue there renames it.
-    """
-    output_dir = Path(cfg.output_dir).expanduser()
-    for path in files:
-        below = None
-        with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
-            below = _below(path, output_dir)
-        if below and (below[0] in RUN_FOLDERS or below[0].startswith(TEMPORARY)):
-            raise UserError(f"output_dir: {cfg.output_dir} would overwrite {path}; move that file away")
 
 
 def _is_written(path: Path, output_dir: Path) -> bool:
