@@ -5,9 +5,6 @@ name of the config: configs are named after their models.
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +83,8 @@ def plan(
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
     frozen = _frozen(step, cfg, teacher_preset)
     device = None if cfg.device == "cpu" else _device(device_name)
-    with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
-        found = dry_run(cfg, model_config, world_size, device, step=step, frozen_config=frozen, on_phase=say)
+    with progress.in_place(f"planning a step of {len(model_config.layers)} blocks ..."):
+        found = dry_run(cfg, model_config, world_size, device, step=step, frozen_config=frozen)
     _echo(f"plan of {config_name} for {model_name}")
     click.echo(f"{found.report()}\n")
     _echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
@@ -134,26 +131,6 @@ def plan(
 
 def _echo(text: str) -> None:
     click.echo("\n".join(wrapped(text, hang=2)))
-
-
-@contextmanager
-def _phases(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows `what` and the phase that it is in; without a terminal, prints `what` at the first phase. (Wrong
-    input is reported before that, in one line.)
-    """
-    began = False
-    with ExitStack() as shown:
-        shown.enter_context(progress.in_place(f"{what} ..."))
-
-        def say(phase: str) -> None:
-            nonlocal began
-            if not began and not sys.stderr.isatty():
-                progress.print_line(f"{what} ...")
-            began = True
-            shown.pop_all().close()
-            shown.enter_context(progress.in_place(f"{what}: {phase} ..."))
-
-        yield say
 
 
 def _device(name: str | None) -> Device:

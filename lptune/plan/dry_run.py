@@ -20,7 +20,7 @@ and the last, which reduces the gradients. The collectives of the middle one are
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -131,12 +131,9 @@ def dry_run(
     *,
     step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
     frozen_config: models.Facts | None = None,
-    on_phase: Callable[[str], None] = lambda _: None,
     in_full: bool = False,
 ) -> DryRun:
     """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
-
-    on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
 
     device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. step: of the recipe.
     frozen_config: of its second model (`PlannedStep.frozen`); None leaves that out. in_full: run all blocks,
@@ -187,7 +184,7 @@ def dry_run(
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes, pinned = _run_steps(
-                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
+                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log
             )
             offloaded: tuple[str, ...] = ()
             if device_type == "cuda" and (offloads or cfg.optimizer.cpu_offload):
@@ -245,18 +242,12 @@ def _run_steps(
     num_micro_batches: int,
     num_run: int,
     log: memory.MemoryLog,
-    on_phase: Callable[[str], None],
 ) -> _Steps:
     """Allocates `model` and `frozen`, which are on meta, and runs the first step as a recipe does, under
     `log`; and the second, where that exchanges something else.
 
     `num_run` micro-batches run. Collectives are counted for all `num_micro_batches`.
     """
-
-    def begin(phase: str) -> None:
-        log.phase(phase)
-        on_phase(phase)
-
     log.phase("start")
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
@@ -292,14 +283,14 @@ def _run_steps(
             loss_sum = torch.zeros((), device=world.device)
             for number in distributed.accumulate(model, range(num_run), world, cfg, low):
                 log.collectives.clear()
-                begin("forward")
+                log.phase("forward")
                 objective = planned.loss(frozen, tokens_BS, documents, cfg)
                 if frozen is not None:
                     log.phase("forward")  # ends what its last block does
                 loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 in_float32.gathered()
                 update.before_backward(loss)
-                begin("backward")
+                log.phase("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()
                 stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
@@ -314,7 +305,7 @@ def _run_steps(
         log.repeat(times, lambda parameter: parameter.grad)
         if isinstance(update, UpdateInBackward):
             log.repeat(times, update.norm_of)
-        begin("update")
+        log.phase("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         if isinstance(optimizer, muon.Muon) and not cfg.optimizer.in_backward:
             _count_exchanges(log.collectives, optimizer, times)
