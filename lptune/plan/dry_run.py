@@ -56,22 +56,18 @@ _OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMI
 class DryRun:
     """Memory and collectives of a step, for each rank."""
 
+    cfg: RunConfig
     plan: linear.Plan
     mesh: dict[str, int]
     """Axis -> its size, outermost first."""
-    device_type: str
     attention: str
     num_parameters: int
     checkpoint_bytes: int
     """Bytes of a checkpoint, over all ranks: weights and what the optimizer lists."""
     num_micro_batches: int
     """Number of micro-batches per rank and step."""
-    tokens_per_step: int
-    """Number of tokens per step, over all ranks."""
     attention_flops: float
     """FLOPs per token in all attention layers, if each row is one document."""
-    compiles: bool
-    """Whether the config compiles; the dry run itself does not."""
     peaks: dict[str, Counter[str]]
     """Phase of the step -> bytes by category at its peak."""
     resting: Counter[str]
@@ -80,16 +76,17 @@ class DryRun:
     """Bytes that `parallel.cpu_offload` or `optimizer.cpu_offload` keeps in host memory, as pinned memory
     takes them; with the copies of checkpoint.async_save.
     """
-    offloads_weights: bool
-    """Whether it is `parallel.cpu_offload`."""
-    copies_to_save: bool
-    """Whether the copies of checkpoint.async_save are in `host_bytes`."""
     device: Device | None
     """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
     """Collectives of forward and backward of all micro-batches, and of the update."""
     first_collectives: Collectives
     """Those of the first step of a run, which has no amax history to go by; the same for most kinds."""
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`, which `auto` means here."""
+        return "cpu" if self.cfg.device == "cpu" else "cuda"
 
     @property
     def peak_bytes(self) -> int:
@@ -99,7 +96,7 @@ class DryRun:
     def report(self) -> str:
         """The precision, the memory and the collectives as text, with tables of at most 80 columns."""
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        ranks = torch.Size(self.mesh.values()).numel()
+        ranks, tokens = torch.Size(self.mesh.values()).numel(), self.cfg.tokens_per_step
         lines = [
             *precision_lines(self.plan),
             "",
@@ -109,7 +106,7 @@ class DryRun:
                 f"attention by {self.attention}",
             ),
             *_in_parts(
-                f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches};",
+                f"a step: {tokens:,} tokens, micro-batches a rank: {self.num_micro_batches};",
                 f"{flop_text(self.plan.flops_per_token)} a token in linear layers",
                 f"and {flop_text(self.attention_flops)} in attention (recomputation apart)",
             ),
@@ -198,21 +195,17 @@ def dry_run(
             if offloads:
                 _add_staged(peaks, list(blocks), in_backward=cfg.optimizer.in_backward)
             return DryRun(
+                cfg=cfg,
                 plan=plan,
                 mesh=distributed.mesh_axes(cfg.parallel, world_size),
-                device_type=device_type,
                 attention=backend,
                 num_parameters=num_parameters,
                 checkpoint_bytes=state_bytes,
                 num_micro_batches=num_micro_batches,
-                tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
                 attention_flops=model_config.attention_flops([cfg.data.seq_len]) / cfg.data.seq_len,
-                compiles=cfg.compile != "none",
                 peaks=peaks,
                 resting=resting,
                 host_bytes=_host_bytes(pinned, offloaded, cfg),
-                offloads_weights=offloads,
-                copies_to_save=cfg.checkpoint.async_save,
                 device=device,
                 collectives=collectives,
                 first_collectives=first,
@@ -505,7 +498,7 @@ def _notes(found: DryRun) -> list[str]:
         notes.append(
             "an all-gather's bytes are those of the gathered buffer, a reduce-scatter's of what is cut up"
         )
-    if found.compiles:
+    if found.cfg.compile != "none":
         notes.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
     if found.device_type == "cuda":
         notes.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
@@ -517,9 +510,9 @@ def _notes(found: DryRun) -> list[str]:
         )
     if found.host_bytes:
         key, held = "optimizer", "the optimizer state"
-        if found.offloads_weights:
+        if found.cfg.parallel.cpu_offload:
             key, held = "parallel", "parameters, gradients and optimizer state"
-        copies = "; with the copies of checkpoint.async_save" * found.copies_to_save
+        copies = "; with the copies of checkpoint.async_save" * found.cfg.checkpoint.async_save
         notes.append(
             f"{key}.cpu_offload: {held} of each rank take {found.host_bytes / 1e9:,.1f} GB of host memory, "
             f"pinned, a power of two for each tensor{copies}"
