@@ -7,16 +7,15 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
 
 from lptune.base import hub_requests
-from tests.cli.conftest import Command, Lptune
+from tests.cli.conftest import Command, Lptune, hub_environment, served
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -124,26 +123,14 @@ class Hub(BaseHTTPRequestHandler):
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server of this test."""
     monkeypatch.setattr(Hub, "requested", [], raising=False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    monkeypatch.setattr(server, "handle_error", lambda request, address: None)  # a client has left
-    thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(Hub) as address:
+        yield address
 
 
 @pytest.fixture
 def hub(lptune: Lptune, tmp_path: Path, endpoint: str) -> Lptune:
     """`lptune` in an environment whose hub is that server."""
-    environment = {
-        "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(tmp_path / "hf_home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
+    environment = hub_environment(endpoint, tmp_path)
     return lambda *arguments, **more: lptune(*arguments, **(environment | more))
 
 

@@ -10,7 +10,7 @@ import pytest
 from lptune.base.errors import UserError
 from lptune.cli import places
 from lptune.config import check_path
-from tests.cli.conftest import Command
+from tests.cli.conftest import CONFIG, Command
 
 TAKEN = "{dest}: exists and is not an empty folder; choose another DEST"
 AMONG = "{dest}: is among the checkpoints of a run, {here}/run/checkpoints; choose another {option}"
@@ -96,7 +96,7 @@ ODD = {
 def test_a_path_that_cannot_be_printed_or_opened_is_one_line_at_the_start(
     command: Command, tmp_path: Path, key: str, arguments: list[str]
 ) -> None:
-    (tmp_path / "job.yaml").write_text("model: {path: a}\ndata: {source: builtin}\n")
+    (tmp_path / "job.yaml").write_text(CONFIG)
     for said, value in ODD.items():
         code, stdout, stderr = command(*[argument.replace("{}", value) for argument in arguments])
         assert (code, stdout, stderr.count("\n"), "\x1b" in stderr) == (2, "", 1, False), stderr
@@ -106,7 +106,7 @@ def test_a_path_that_cannot_be_printed_or_opened_is_one_line_at_the_start(
 
 
 def test_a_path_in_a_list_is_refused_with_its_entry(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("model: {path: a}\ndata: {source: builtin}\n")
+    (tmp_path / "job.yaml").write_text(CONFIG)
     stderr = command("validate", "job.yaml", r'data.source=[builtin, "odd\nrow\e[31m"]')[2]
     assert "data.source[1]: " in stderr
     assert "its path holds a control character; rename it, or choose another" in stderr
