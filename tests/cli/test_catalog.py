@@ -107,7 +107,7 @@ def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
     assert command("cp", "llama3_2/1b", ".")[0] == 0
     assert Path("1b.yaml").read_text() == catalog.configs()["llama3_2/1b"].read_text()
     assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
-    assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
+    assert command("validate", "mine.py", "--config", "a/b/c.yaml", "data.source=x.jsonl")[0] == 0
     assert command("cp", "--make-parents", "llama3_2/1b", "d/e/c.yaml")[0] == 0  # as torchtune writes it
 
 

@@ -408,7 +408,7 @@ TINY = "--config llama3_2/1b --preset llama3_2/tiny data.source=builtin data.seq
 COMMANDS: list[tuple[str, str]] = [
     ("chat", "No such command 'chat'; here that is: lptune run generate --config generation model.path=FOLDER"),
     ("rn", "No such command 'rn' | Did you mean 'run' | `lptune --help`"),
-    *((usage, "") for usage in ("--vresion", "cat", "cp full_finetune", "ls more", "validate --recip x", "data")),
+    *((usage, "") for usage in ("--vresion", "cat", "cp full_finetune", "ls more", "keys --recip x", "data")),
     # --- names
     ("cat binary.py", "binary.py: is not text"),
     ("cat ~nobody-here/a", "recipe or config: ~nobody-here/a: there is no such user's home"),
@@ -452,7 +452,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("validate toy.yaml data.seq_len=1000000000000", "micro_batch_size: 4 rows of data.seq_len= | lower one"),
     ("validate toy.yaml 'model.path=${oc.env:HOME}/m'", "model.path: | may be another key | is an argument"),
     (f"validate {TUNE} sed=1", "is a config of torchtune | `lptune migrate"),
-    ("validate toy.py --recipe full_dpo --config toy.yaml", "two recipes given, toy.py and full_dpo | leave one out"),
     ("run generate --config generation data.source=x", "unknown key 'data.source' | mean 'prompts.source'?"),
     ("validate full_dpo --config llama3_2/1b_kto data.source=x kto.beta=1", "'preference.beta'? | full_kto has it"),
     # --- launches
