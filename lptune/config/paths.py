@@ -48,22 +48,11 @@ def _is_written(path: Path, output_dir: Path) -> bool:
     """
     names = (*RUN_FILES, *RUN_FOLDERS)
     with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
-        below = _below(path, output_dir)
-        if below is not None and (not below or below[0] in names or below[0].startswith(TEMPORARY)):
-            return True
+        path, folder = path.resolve(), output_dir.resolve()
+        if path.is_relative_to(folder):
+            first = path.relative_to(folder).parts[:1]
+            return not first or first[0] in names or first[0].startswith(TEMPORARY)
     return False
-
-
-def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
-    """The names on the way from `folder` to `path`; None if `path` is not below `folder`."""
-    path, folder = path.resolve(), folder.resolve()
-    there = next(part for part in (folder, *folder.parents) if part.exists())
-    missing = folder.relative_to(there).parts
-    for part in (path, *path.parents):
-        if part.exists() and part.samefile(there):
-            names = path.relative_to(part).parts
-            return names[len(missing) :] if names[: len(missing)] == missing else None
-    return None
 
 
 def _inputs(cfg: Any) -> Iterator[tuple[str, str]]:
