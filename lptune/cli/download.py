@@ -20,7 +20,7 @@ import click
 from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.base.model_folder import check_model_files
-from lptune.cli.places import PathArgument, check_outside_checkpoints
+from lptune.cli.places import PathArgument
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 IGNORED = (
@@ -54,7 +54,6 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     earlier download of REPO, which is then completed; no file that you have edited is overwritten.
     """
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
-    check_outside_checkpoints(folder, "--output-dir")
     _check_place(folder)
     check_model_files(folder)
     with hub_requests.asked(f"{repo}@{revision}" if revision != "main" else repo):
