@@ -7,10 +7,11 @@ what was found, the nearest key that exists.
 
 import dataclasses
 import io
+import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,6 +154,27 @@ def to_dict(cfg: Any) -> dict[str, Any]:
     return plain
 
 
+def changed_yaml(
+    cls: type, path: Path, overrides: Sequence[str], changes: Mapping[str, Any], assumed: Sequence[str] = ()
+) -> str:
+    """The YAML of the config `cls` at `path`, with `key=value` overrides, and then `changes`: dotted key ->
+    value. assumed: further ones, before `overrides`, that may be missing and are not written. Values stay as
+    they are written, `${…}` included; keys that have their default are left out, as in the configs of this
+    repository. Raises UserError as `load_config` does.
+    """
+    load_config(cls, path, [*assumed, *overrides])  # every error of the input
+    values = read_values(cls, path, overrides)
+    for key, value in changes.items():
+        *sections, leaf = key.split(".")
+        holder = values
+        for name in sections:
+            holder = holder.setdefault(name, {})
+        holder[leaf] = list(value) if isinstance(value, tuple) else value
+    for key in key_paths(cls):
+        _drop_default(values, key.split("."), default(cls, key))
+    return "".join(f"{name}: {_flow(value)}\n" for name, value in values.items())
+
+
 def key_paths(cls: type, prefix: str = "") -> list[str]:
     """Every key of the config `cls`, dotted: `["model.path", "data.source", ...]`."""
     paths = []
@@ -168,6 +190,27 @@ def default(cls: type, key: str) -> Any:
     owner = _hint(cls, section) if section else cls
     value = next(field.default for field in dataclasses.fields(owner) if field.name == leaf)
     return None if value is dataclasses.MISSING else _plain(value)
+
+
+def _flow(value: Any) -> str:
+    """`value` as YAML on one line, as the configs of this repository have sections."""
+    text: str = yaml.dump(
+        value, Dumper=Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return text.strip().removesuffix("...").strip()
+
+
+def _drop_default(values: dict[str, Any], names: Sequence[str], default: Any) -> None:
+    name, *rest = names
+    if name not in values:
+        return
+    if rest:
+        if isinstance(values[name], dict):
+            _drop_default(values[name], rest, default)
+        if values[name] == {}:
+            del values[name]
+    elif values[name] == default and type(values[name]) is type(default):
+        del values[name]
 
 
 def _plain(value: Any) -> Any:

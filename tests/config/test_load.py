@@ -21,8 +21,8 @@ from lptune.config import (
     load_config,
     to_yaml,
 )
-from lptune.config.changed import changed_yaml
 from lptune.config.elsewhere import KEYS, SWITCHES, VALUES
+from lptune.config.load import changed_yaml
 
 BASE = "model: {path: a}\ndata: {source: builtin}\n"
 
