@@ -332,29 +332,6 @@ def test_a_damaged_input_of_a_run_is_one_line(
     check(words, job.folder, job.run)
 
 
-def asset(name: str, to: str, **data: Any) -> Callable[[Path], Damage]:
-    """A real file in the place of ours."""
-    values = {f"data.{key}": value for key, value in data.items()}
-    return lambda assets: keys(values, lambda job: copyfile(assets / name, job.folder / to))
-
-
-# fmt: off
-REAL: list[tuple[Callable[[Path], Damage], str]] = [
-    (asset("configs/llama3_2_1b.json", "checkpoint/config.json"), "tensor | asks for [128256, 2048] | do not belong"),
-    (asset("tokenizers/gpt2/tokenizer.json", "checkpoint/tokenizer.json"), "vocabulary ends at 1023 | use the"),
-    (asset("data/alpaca_seed_tasks.jsonl", "rows.jsonl"), "column 'instances' holds nested rows | write one row"),
-    (asset("data/dpo_en_demo.json", "dpo.json", source="dpo.json"), "dpo.json: holds preferences | =chosen"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("damage", "words"), ids(REAL))
-def test_a_real_file_in_the_wrong_place_is_one_line(
-    working: Path, tmp_path: Path, assets: Path, damage: Callable[[Path], Damage], words: str
-) -> None:
-    test_a_damaged_input_of_a_run_is_one_line(working, tmp_path, damage(assets), words)
-
-
 # ---- command lines
 
 X300 = "x" * 300
