@@ -76,7 +76,6 @@ ODD = {
         ("CHECKPOINT", ["export", "{}", "new"]),
         ("--base", ["export", "run", "new", "--base", "{}"]),
         ("DEST", ["new-checkpoint", "llama3_2/tiny", "{}"]),
-        ("--text", ["new-checkpoint", "llama3_2/tiny", "new", "--text", "{}"]),
         ("PATH", ["verify", "{}"]),
         ("--output-dir", ["download", "owner/name", "--output-dir", "{}"]),
         ("DEST", ["cp", "full_finetune", "{}"]),

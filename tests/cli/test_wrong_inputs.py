@@ -459,8 +459,6 @@ COMMANDS: list[tuple[str, str]] = [
     # --- commands that make folders
     ("new-checkpoint llama3_2/tny new-one", "llama3_2/tny: no such family and size | mean 'llama3_2/tiny'?"),
     ("new-checkpoint llama3_2/tiny new-one --vocab-size 100", "'--vocab-size': 100 is not in the range 260<=x"),
-    ("new-checkpoint llama3_2/tiny new-one --text no.txt", "--text no.txt: cannot be read as UTF-8 text"),
-    ("new-checkpoint llama3_2/tiny new-one --text pipe", "--text pipe: cannot be read as UTF-8 text | regular file"),
     ("export new out", "new: the run has no checkpoint yet"),
     ("export nothing out", "nothing: no such checkpoint folder"),
     ("export run out --private", "--private belongs to --push-to-hub"),
