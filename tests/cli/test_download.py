@@ -175,11 +175,6 @@ def _body(content: bytes) -> Callable[[Hub], None]:
     return lambda hub: hub.send(content)
 
 
-def _listed(**fields: object) -> Callable[[Hub], None]:
-    siblings = [{"rfilename": "model.safetensors"}]
-    return _body(json.dumps({"id": "owner/good", "sha": COMMIT, "siblings": siblings, **fields}).encode())
-
-
 NO_HUB = "does not answer as a hub does"
 
 

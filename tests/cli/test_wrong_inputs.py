@@ -221,7 +221,6 @@ def renamed(*names: str) -> Damage:
 NORM = "model.norm.weight"
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:9d9f\nsize 2471645608\n"
 PREFERENCE = '{"prompt": "Say yes.", "chosen": "Yes.", "rejected": "No."}\n'
-INT8 = arguments("precision.kind=int8_rowcol")
 # fmt: off
 RUNS: list[tuple[Damage, str]] = [
     # --- config.json
