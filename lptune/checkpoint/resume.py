@@ -23,9 +23,9 @@ from lptune.config import (
     PRECISION_KINDS,
     FinetuneConfig,
     RunConfig,
-    as_written,
     default,
     key_paths,
+    to_dict,
 )
 from lptune.distributed import SideGroup, World, side_group
 from lptune.linear import Plan
@@ -169,7 +169,7 @@ def state_of_run(
         "fingerprint": fingerprint,
         "config": {
             key: value
-            for key, value in _leaves(as_written(cfg) | {"num_steps": num_steps})
+            for key, value in _leaves(to_dict(cfg) | {"num_steps": num_steps})
             if not has_no_effect(key)
         },
         "decides_rows": rows,
@@ -266,7 +266,7 @@ def change_of_optimizer(saved: RunState | None, cfg: RunConfig) -> str:
 
 def decides_rows(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
     """By name, values and digests of what determines the training rows, except the files of data.source."""
-    values = as_written(cfg)["data"].items()
+    values = to_dict(cfg)["data"].items()
     found = {f"data.{key}": value for key, value in values if not key.startswith("eval_s") and key != "cache"}
     folder = Path(cfg.model.path).expanduser()
     for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):

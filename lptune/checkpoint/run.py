@@ -57,7 +57,7 @@ from lptune.checkpoint.run_folder import (
 )
 from lptune.checkpoint.save import CheckpointWriter
 from lptune.checkpoint.state import RunState, read_state
-from lptune.config import RunConfig, as_written
+from lptune.config import RunConfig, to_dict
 from lptune.distributed import World, reshard, side_group
 from lptune.linear import LowPrecision, Plan
 
@@ -259,7 +259,7 @@ class Run:
         """
         assert self._state is not None, "check_continues comes first: it says what the run depends on"
         precision = {
-            k: v for k, v in as_written(self.cfg)["precision"].items() if not has_no_effect(f"precision.{k}")
+            k: v for k, v in to_dict(self.cfg)["precision"].items() if not has_no_effect(f"precision.{k}")
         }
         made_with = {
             **self._state.fingerprint,

@@ -31,7 +31,7 @@ from lptune.base.files import read_json
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hf import weights_digest
 from lptune.checkpoint.manifest import Manifest
-from lptune.config import RunConfig, SourceConfig, as_written, source_names
+from lptune.config import RunConfig, source_names
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
     """The block `about` of state.json. chat_template: the tokenizer's template, as the run uses it."""
     about = About(
         model=str(Path(cfg.model.path).expanduser().absolute()),
-        data=source_names(_sources_as_written(cfg)),
+        data=source_names(cfg.data.sources),
         precision=cfg.precision.kind,
         chat_template=chat_template if cfg.data.chat_template else None,
         dtype=cfg.export.dtype,
@@ -76,15 +76,6 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
         quantized=cfg.export.quantized,
     )
     return asdict(about)
-
-
-def _sources_as_written(cfg: RunConfig) -> tuple[SourceConfig, ...]:
-    """The data sources as the config names them, so that no environment variable gets into a model card."""
-    written = as_written(cfg)["data"]["source"]
-    if isinstance(written, str):
-        return (SourceConfig(source=written),)
-    names = [item if isinstance(item, str) else str(item["source"]) for item in written]
-    return tuple(replace(entry, source=name) for entry, name in zip(cfg.data.sources, names, strict=True))
 
 
 @dataclass(frozen=True)

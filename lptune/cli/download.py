@@ -6,7 +6,6 @@ environment (HF_TOKEN) or `hf auth login`, never from the command line: shell hi
 would show it.
 """
 
-import glob
 import hashlib
 import os
 import re
@@ -21,7 +20,7 @@ import click
 from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.base.model_folder import check_model_files
-from lptune.cli.places import PathArgument, check_outside_checkpoints
+from lptune.cli.places import PathArgument
 
 ALLOWED = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 IGNORED = (
@@ -52,10 +51,9 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
     """Download the checkpoint REPO (e.g. Qwen/Qwen3-0.6B) and print the commit it came from.
 
     Gated repositories need HF_TOKEN in the environment. If the folder exists, it must be empty or hold an
-    earlier download of REPO, which is then completed; a config.json that you have edited stays.
+    earlier download of REPO, which is then completed; no file that you have edited is overwritten.
     """
     folder = output_dir or Path("checkpoints", repo.rpartition("/")[2])
-    check_outside_checkpoints(folder, "--output-dir")
     _check_place(folder)
     check_model_files(folder)
     with hub_requests.asked(f"{repo}@{revision}" if revision != "main" else repo):
@@ -80,7 +78,7 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
             api.model_info(repo, revision=other, timeout=hub_requests.WAIT_S)
     wanted = {name: digest for name, digest in listed.items() if _is_wanted(name)}
     before = {name for name in wanted if (folder / name).exists()}
-    changed = _changed(folder, wanted)
+    _check_unchanged(folder, wanted)
     with hub_requests.asked(repo):
         if not sys.stderr.isatty():  # a log
             huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
@@ -89,13 +87,11 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
             revision=commit,
             local_dir=folder,
             allow_patterns=list(ALLOWED),
-            ignore_patterns=[*IGNORED, *map(glob.escape, changed)],
+            ignore_patterns=list(IGNORED),
         )
     notes = _notes(folder)
     for name in wanted:
         file, note = folder / name, notes.get(name)
-        if name in changed:
-            continue
         if note is None or note.commit != commit:  # without a connection any folder is taken for the download
             raise UserError(f"{file}: did not come from the hub as of {commit[:12]}; download it again")
         if _DIGEST.fullmatch(note.etag) and _digest_like(note.etag, file) != note.etag:
@@ -103,10 +99,6 @@ def download(repo: str, revision: str, output_dir: Path | None) -> None:
                 raise UserError(f"{file}: {_DIFFERS}; remove it and download it again")
             file.unlink()  # or it would be taken for downloaded
             raise UserError(f"{file}: {_DIFFERS}; download it again")
-    for name in changed:
-        click.echo(
-            f"kept: {folder / name}, which was changed since it was downloaded; remove it to get the hub's"
-        )
     click.echo(f"downloaded {repo} to {folder}")
     click.echo(f"pinned: lptune download {repo} --revision {commit} --output-dir {folder}")
 
@@ -128,15 +120,14 @@ def _check_place(folder: Path) -> None:
         raise UserError(f"{folder}: is not empty, and no download lies there; choose another --output-dir")
 
 
-def _changed(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """Of the files of `digests` in `folder`, those that were not downloaded, or were edited after that; they
-    stay. Raises UserError for weights among them: with the other weights of the hub they would be no model.
+def _check_unchanged(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raises UserError for a file of `digests` in `folder` that was not downloaded, or was edited after that.
 
     digests: name -> digest of the file on the hub, or empty. A file that has it, or that of its note, counts
     as downloaded, whatever its time: it may be a copy, or a kill came before its note. Time alone decides
     where there is no digest, and for weights that are older than their note: those are hashed at the end.
     """
-    notes, changed = _notes(folder), []
+    notes = _notes(folder)
     for name, digest in digests.items():
         file, note = folder / name, notes.get(name)
         if not file.exists():
@@ -147,13 +138,10 @@ def _changed(folder: Path, digests: Mapping[str, str]) -> list[str]:
             continue
         if file.is_file() and any(_digest_like(each, file) == each for each in known):
             continue
-        if is_weights:
-            raise UserError(
-                f"{file}: is not as it was downloaded, and would be overwritten; move it away, or choose "
-                "another --output-dir"
-            )
-        changed.append(name)
-    return changed
+        raise UserError(
+            f"{file}: is not as it was downloaded, and would be overwritten; move it away, or choose another "
+            "--output-dir"
+        )
 
 
 _DIFFERS = "differs from the file on the hub (another digest)"

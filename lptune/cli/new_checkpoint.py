@@ -1,10 +1,9 @@
 """`lptune new-checkpoint`: a complete Hugging Face folder with random weights, so that every recipe runs with
 nothing downloaded.
 
-The tokenizer is a byte-level BPE, trained on the built-in instruction set or on a text of yours: it encodes
-any text, and frequent words of the training text in few tokens. Its chat template marks the assistant's turns
-with `{% generation %}`, so that the loss counts exactly those tokens. Weights are a function of (seed,
-parameter name).
+The tokenizer is a byte-level BPE, trained on the built-in instruction set: it encodes any text, and frequent
+words of that set in few tokens. Its chat template marks the assistant's turns with `{% generation %}`, so
+that the loss counts exactly those tokens. Weights are a function of (seed, parameter name).
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError, closest
-from lptune.base.files import MEBI, read_text, write_json
+from lptune.base.files import write_json
 from lptune.cli import interrupts
 from lptune.cli.places import PathArgument, check_new_folder
 
@@ -46,7 +45,6 @@ CHAT_TEMPLATE = """\
 """
 
 _SHARD_BYTES = 4 << 30
-_MAX_TEXT_CHARS = 1024 * MEBI  # a tokenizer needs far less; the text is held in memory
 
 
 @click.command(name="new-checkpoint")
@@ -58,19 +56,16 @@ _MAX_TEXT_CHARS = 1024 * MEBI  # a tokenizer needs far less; the text is held in
     help="Size of the vocabulary of tokenizer and model.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--text", type=PathArgument(), help="Text to train the tokenizer on.  [default: built in]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @progress.in_place("making the checkpoint ...")
-def new_checkpoint(
-    preset: str, dest: Path, vocab_size: int | None, seed: int, text: Path | None, dtype: str
-) -> None:
+def new_checkpoint(preset: str, dest: Path, vocab_size: int | None, seed: int, dtype: str) -> None:
     """Write a checkpoint of FAMILY/SIZE (e.g. llama3_2/tiny) with random weights to the new folder DEST."""
     from lptune.checkpoint.files import WRITE_ERRORS, Scratch, publish_folder, why
 
     config = _preset(preset)
     check_new_folder(dest)
     config["vocab_size"] = vocab_size or max(config["vocab_size"], _SMALL_VOCAB_SIZE)
-    tokenizer = train_tokenizer(_lines(text), config["vocab_size"])
+    tokenizer = train_tokenizer(_lines(), config["vocab_size"])
     ids = {name: tokenizer.token_to_id(token) for name, token in (("bos", BOS), ("eos", EOS), ("pad", PAD))}
     token_ids = {f"{name}_token_id": number for name, number in ids.items()}
     config.pop("torch_dtype", None)
@@ -135,18 +130,12 @@ def _preset(name: str) -> dict[str, Any]:
     return find_preset(name)
 
 
-def _lines(text: Path | None) -> Iterator[str]:
-    if text is None:
-        from lptune.data.builtin import builtin_rows, max_num_rows
+def _lines() -> Iterator[str]:
+    from lptune.data.builtin import builtin_rows, max_num_rows
 
-        for row in builtin_rows(max_num_rows()):
-            yield f"user\n{row['prompt']}"
-            yield f"assistant\n{row['response']}"
-        return
-    try:
-        yield from read_text(text, _MAX_TEXT_CHARS).splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--text {text}: cannot be read as UTF-8 text: {error}") from None
+    for row in builtin_rows(max_num_rows()):
+        yield f"user\n{row['prompt']}"
+        yield f"assistant\n{row['response']}"
 
 
 def _tokenizer_config(config: dict[str, Any]) -> dict[str, Any]:

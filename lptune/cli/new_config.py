@@ -41,15 +41,14 @@ def write(
     """
     cfg, recipe_path, config, overrides = loaded
     cls = type(cfg)
-    from lptune.config import key_paths, load  # slow to import
-    from lptune.config.changed import changed_yaml
+    from lptune.config.load import changed_yaml, key_paths, read_values  # slow to import
 
     is_own = recipe_path != catalog.recipes().get(recipe_path.stem)
     recipe = str(recipe_path) if is_own else recipe_path.stem
     words = ["lptune", "run", *(["--nproc-per-node", str(num_ranks)] if num_ranks > 1 else [])]
     words += [recipe, "--config", str(file)]
     assumed = ["data.source=builtin"] if "data.source" in key_paths(cls) else []
-    if assumed and "source" not in load.read_values(cls, config, overrides).get("data", {}):
+    if assumed and "source" not in read_values(cls, config, overrides).get("data", {}):
         words.append("data.source=rows.jsonl")
     line = shlex.join(words)
     text = changed_yaml(cls, config, overrides, changes, assumed)

@@ -37,14 +37,9 @@ def check_new_folder(dest: Path) -> None:
     try:
         if dest.is_symlink() or (dest.exists() and (not dest.is_dir() or any(dest.iterdir()))):
             raise UserError(f"{dest}: exists and is not an empty folder; choose another DEST")
-        for above in reversed(dest.parents):
-            # A folder that does not exist yet has no `..`.
-            if above.name == ".." and not above.parent.is_dir():
-                raise UserError(f"{above.parent}: no such folder; make it, or write DEST without it")
         check_above(dest)
     except OSError as error:
         raise UserError(f"{dest}: cannot be read ({error.strerror}); choose another DEST") from None
-    check_outside_checkpoints(dest)
 
 
 def check_new_config(path: Path, option: str = "") -> None:
@@ -61,13 +56,3 @@ def check_above(dest: Path) -> None:
     for above in reversed(dest.parents):
         if os.path.lexists(above) and not above.is_dir():
             raise UserError(f"{above}: is {kind_of(above)}, where a folder is needed")
-
-
-def check_outside_checkpoints(dest: Path, option: str = "DEST") -> None:
-    """Raises UserError for a place among a run's checkpoints: it would be taken for one, or a part of one."""
-    real = Path(os.path.realpath(dest))
-    for place in (real, *real.parents):
-        if place.parent.name == "checkpoints" and any(place.parent.glob("step-*/manifest.json")):
-            raise UserError(
-                f"{dest}: is among the checkpoints of a run, {place.parent}; choose another {option}"
-            )

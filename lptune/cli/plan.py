@@ -5,9 +5,6 @@ name of the config: configs are named after their models.
 """
 
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +16,7 @@ from lptune.base.errors import UserError
 from lptune.base.text import size_text, wrapped
 from lptune.cli import new_config, planned_model, recipe
 from lptune.config import RunConfig
-from lptune.hardware.devices import Device, known_device, named_device, unknown_device
+from lptune.hardware.devices import gpu_here, named_device
 
 if TYPE_CHECKING:
     from lptune.models import Facts
@@ -85,9 +82,11 @@ def plan(
     if step is None:
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
     frozen = _frozen(step, cfg, teacher_preset)
-    device = None if cfg.device == "cpu" else _device(device_name)
-    with _phases(f"planning a step of {len(model_config.layers)} blocks") as say:
-        found = dry_run(cfg, model_config, world_size, device, step=step, frozen_config=frozen, on_phase=say)
+    device = None
+    if cfg.device != "cpu":
+        device = named_device(device_name) if device_name else gpu_here() or named_device("h100")
+    with progress.in_place(f"planning a step of {len(model_config.layers)} blocks ..."):
+        found = dry_run(cfg, model_config, world_size, device, step=step, frozen_config=frozen)
     _echo(f"plan of {config_name} for {model_name}")
     click.echo(f"{found.report()}\n")
     _echo(disk_report(cfg, found.num_parameters, found.checkpoint_bytes, folder))
@@ -134,39 +133,6 @@ def plan(
 
 def _echo(text: str) -> None:
     click.echo("\n".join(wrapped(text, hang=2)))
-
-
-@contextmanager
-def _phases(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows `what` and the phase that it is in; without a terminal, prints `what` at the first phase. (Wrong
-    input is reported before that, in one line.)
-    """
-    began = False
-    with ExitStack() as shown:
-        shown.enter_context(progress.in_place(f"{what} ..."))
-
-        def say(phase: str) -> None:
-            nonlocal began
-            if not began and not sys.stderr.isatty():
-                progress.print_line(f"{what} ...")
-            began = True
-            shown.pop_all().close()
-            shown.enter_context(progress.in_place(f"{what}: {phase} ..."))
-
-        yield say
-
-
-def _device(name: str | None) -> Device:
-    """The named GPU, otherwise the GPU of this machine, otherwise an H100."""
-    if name is not None:
-        return named_device(name)
-    import torch
-
-    if not torch.cuda.is_available():
-        return named_device("h100")
-    here = torch.cuda.get_device_properties()
-    capability = (here.major, here.minor)
-    return known_device(here.name) or unknown_device(here.name, here.total_memory, capability)
 
 
 def _frozen(step: "PlannedStep", cfg: RunConfig, preset: str | None) -> "Facts | None":

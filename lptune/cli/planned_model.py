@@ -23,17 +23,13 @@ if TYPE_CHECKING:
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that tell the run: --config, those of `ranks` (1 if none is given), --preset."""
-    for option in (
-        click.option(
-            "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
-        ),
-        functools.partial(ranks, default=1),
-        click.option(
-            "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
-        ),
-    ):
-        command = option(command)
-    return command
+    command = click.option(
+        "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
+    )(command)
+    command = ranks(command, default=1)
+    return click.option(
+        "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
+    )(command)
 
 
 def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:

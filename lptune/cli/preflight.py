@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from lptune.base.errors import no_8_bit_gemm_error, no_gpu_error, too_many_ranks_error
+from lptune.base.errors import no_8_bit_gemm_error, no_gpu_error
 from lptune.config import (
     EvaluateConfig,
     GenerateConfig,
@@ -17,10 +17,8 @@ from lptune.config import (
     check_inputs_stay,
     check_sources,
 )
-from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, Windows' subsystem for Linux
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 def check(
@@ -34,7 +32,7 @@ def check(
     if num_machines is not None and num_local_ranks is not None:
         cfg.check_ranks(num_machines * num_local_ranks)
     if here:
-        _check_device(cfg, num_local_ranks or 1)
+        _check_device(cfg)
     with suppress(OSError):  # the library reports what cannot be read
         check_inputs_stay(cfg)
         check_sources("data.source", cfg.data.sources)
@@ -63,37 +61,14 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
                     facts.check_cut(cfg.parallel.tensor)
 
 
-def _check_device(cfg: RunConfig, num_local_ranks: int) -> None:
+def _check_device(cfg: RunConfig) -> None:
     if cfg.device == "cuda" and not _may_have_gpu():
         raise no_gpu_error("this machine has no GPU")
     precision = cfg.precision
     needs_float8 = precision.needs_float8 and os.environ.get("LPTUNE_KERNELS") != "reference"
-    if cfg.device == "cpu" or not _may_have_gpu():
-        if needs_float8:
-            raise no_8_bit_gemm_error(precision.kind, "e4m3", "cpu here")
-        return
-    gpus = _nvidia_gpus()
-    if gpus and num_local_ranks > len(gpus):
-        raise too_many_ranks_error(len(gpus), len(gpus))
-    known = [known_device(name) for name in gpus]
-    if needs_float8 and gpus and all(gpu and gpu.capability < FLOAT8_CAPABILITY for gpu in known):
-        raise no_8_bit_gemm_error(precision.kind, "e4m3", gpus[0])
+    if needs_float8 and (cfg.device == "cpu" or not _may_have_gpu()):
+        raise no_8_bit_gemm_error(precision.kind, "e4m3", "cpu here")
 
 
 def _may_have_gpu() -> bool:
     return sys.platform != "linux" or any(True for name in _GPUS for _ in Path("/dev").glob(name))
-
-
-def _nvidia_gpus() -> list[str]:
-    """Names of the NVIDIA GPUs of this machine, as torch calls them; empty if the driver does not tell.
-
-    torch may see fewer (CUDA_VISIBLE_DEVICES), never more.
-    """
-    with suppress(OSError):
-        lines = [
-            line.partition(":")
-            for file in sorted(_NVIDIA.glob("*/information"))
-            for line in file.read_text(errors="replace").splitlines()
-        ]
-        return [name.strip() for key, _, name in lines if key == "Model"]
-    return []

@@ -14,7 +14,7 @@ import click
 from lptune.base.errors import UserError
 from lptune.base.files import read_text
 from lptune.base.text import columns, text_width, wrapped
-from lptune.cli import catalog, recipe
+from lptune.cli import catalog, keys, recipe
 
 _HELP = ("-h", "--help")
 _MORE = {
@@ -52,8 +52,6 @@ def _recipe_in(args: list[str]) -> str | None:
 
 
 def _lines(name: str, width: int) -> Iterator[str]:
-    from lptune.cli import key_text  # slow to import
-
     path = catalog.find_recipe(name)
     yield f"Usage: lptune run [OPTIONS] {name} --config CONFIG [key=value …]"
     yield ""
@@ -61,7 +59,7 @@ def _lines(name: str, width: int) -> Iterator[str]:
     if names := [each for each, file in catalog.configs().items() if catalog.recipe_of(file) == path.stem]:
         yield from ("", "Configs:", *wrapped(", ".join(names), width, 2))
     yield from ("", "Keys and their defaults (* required); `null`: not set:")
-    yield from key_text.compact_lines(recipe.config_class(path), width)
+    yield from keys.compact_lines(recipe.config_class(path), width)
     yield from ("", "More:")
     more = {
         f"lptune keys --recipe {name}": "what each key means",

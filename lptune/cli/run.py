@@ -16,7 +16,7 @@ import click
 from lptune.base import progress
 from lptune.base.errors import UserError
 from lptune.cli import banner, catalog, closing, preflight, recipe, recipe_help
-from lptune.config import RunConfig, check_given_files_stay
+from lptune.config import RunConfig
 from lptune.launch import flags, launcher, rank
 
 _OWN_FLAGS = (
@@ -98,8 +98,6 @@ def run(
     written = [positional[0], "--config", config_name, *overrides]
     os.environ[progress.COMMAND] = shlex.join(written)
     cfg = recipe.load(recipe_path, config_path, overrides)
-    if isinstance(cfg, RunConfig):
-        check_given_files_stay(cfg, (config_path, recipe_path))
     if recipe_path in catalog.recipes().values():
         if isinstance(cfg, RunConfig):
             num_machines, num_local_ranks = flags.known_ranks(nnodes, nproc_per_node)

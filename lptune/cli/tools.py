@@ -34,4 +34,4 @@ def command(name: str) -> click.Command:
 def module(name: str) -> Any:
     """The module lptune.tools.NAME, such as `report.closing`; None where it is not there."""
     file = FOLDER.joinpath(*name.split(".")).with_suffix(".py")
-    return importlib.import_module(f"lptune.tools.{name}") if file.is_file() else None
+    return importlib.import_module(f"lptune.tools.{name}") if file.is_file() else None  # noqa: TID251  (listed)

@@ -7,7 +7,7 @@ import click
 
 from lptune.base.errors import UserError
 from lptune.cli import catalog, planned_model, preflight, recipe
-from lptune.config import RunConfig, check_sources, data_files, entries
+from lptune.config import RunConfig, check_inputs_stay, check_sources, data_files, entries
 
 
 @click.command()
@@ -18,19 +18,12 @@ from lptune.config import RunConfig, check_sources, data_files, entries
     metavar="CONFIG",
     help="CONFIG, as for `lptune run`; RECIPE may then stand first.",
 )
-@click.option(
-    "--recipe",
-    "recipe_name",
-    metavar="RECIPE",
-    help="Recipe the config is for.  [default: that of its first comment, or full_finetune]",
-)
 @planned_model.ranks
-def validate(
-    arguments: tuple[str, ...], config_name: str | None, recipe_name: str | None, world_size: int | None
-) -> None:
+def validate(arguments: tuple[str, ...], config_name: str | None, world_size: int | None) -> None:
     """Check CONFIG (a name or a path) and its overrides against what the recipe accepts.
 
     A command of `lptune run` can be checked as it stands: lptune validate RECIPE --config CONFIG key=value …
+    Without RECIPE, the config is checked for that of its first comment, or full_finetune.
     Without a number of ranks, a note says so where it does not fit one rank.
 
     A model that is there already is checked, too: its family, its settings and the headers of its weights.
@@ -41,15 +34,14 @@ def validate(
         if not names:
             raise UserError("validate: no config given; `lptune ls` shows what there is")
         config_name = names.pop()
-    if names and recipe_name:
-        raise UserError(f"validate: two recipes given, {names[0]} and {recipe_name}; leave one out")
     path = catalog.find_config(config_name)
-    recipe_name = names[0] if names else recipe_name or catalog.recipe_of(path)
+    recipe_name = names[0] if names else catalog.recipe_of(path)
     recipe_path = catalog.find_recipe(recipe_name)
     cfg = recipe.load(recipe_path, path, overrides)
     if isinstance(cfg, RunConfig) and world_size is not None:
         cfg.check_ranks(world_size)
     if isinstance(cfg, RunConfig):
+        check_inputs_stay(cfg)
         for key, of in (("data.source", cfg.data.sources), ("data.eval_source", cfg.data.eval_sources)):
             check_sources(key, [each for each in of if _is_here(each.source)])
     if recipe_path in catalog.recipes().values():  # a copied recipe may read its model from anywhere

@@ -13,7 +13,7 @@ from lptune.config.inference import (
     SamplingConfig,
 )
 from lptune.config.optimization import OPTIMIZER_KINDS, OptimizerConfig, ScheduleConfig
-from lptune.config.paths import RUN_FILES, RUN_FOLDERS, check_given_files_stay, check_inputs_stay
+from lptune.config.paths import RUN_FILES, RUN_FOLDERS, check_inputs_stay
 from lptune.config.precision import PRECISION_KINDS, KindKeys, PrecisionConfig
 from lptune.config.recipes import (
     DistillationConfig,
@@ -50,12 +50,12 @@ from lptune.config.sources import (
 )
 
 if TYPE_CHECKING:
-    from lptune.config.load import as_written, default, key_paths, load_config, to_yaml
+    from lptune.config.load import default, key_paths, load_config, to_dict, to_yaml
 
 
 def __getattr__(name: str) -> Any:
     # The file that reads configs imports OmegaConf and PyYAML, which `lptune --help` does not need: 30 ms.
-    if name in ("as_written", "default", "key_paths", "load_config", "to_yaml"):
+    if name in ("default", "key_paths", "load_config", "to_dict", "to_yaml"):
         from lptune.config import load
 
         return getattr(load, name)
@@ -100,9 +100,7 @@ __all__ = [
     "ScheduleConfig",
     "SourceConfig",
     "TeacherConfig",
-    "as_written",
     "check_batches",
-    "check_given_files_stay",
     "check_inputs_stay",
     "check_path",
     "check_sources",
@@ -114,5 +112,6 @@ __all__ = [
     "load_config",
     "mesh_axes",
     "source_names",
+    "to_dict",
     "to_yaml",
 ]

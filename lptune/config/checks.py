@@ -5,7 +5,6 @@ is legal.
 import math
 import os
 import re
-import sys
 import unicodedata
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 
 _MAX_LISTED = 90
 """Longest list of choices, in characters, that a message has."""
-
-_MAX_PATH_BYTES = 4096 - 512
-"""Linux opens paths of less than 4,096 bytes."""
 
 
 def one_of(key: str, value: str, choices: tuple[str, ...], where: str = "") -> None:
@@ -64,25 +60,12 @@ def check_path(key: str, value: str) -> None:
     """
     if not value:
         raise UserError(f"{key}: is empty; name a file or folder")
-    if odd := [c for c in _absolute(value) if unicodedata.category(c) in ("Cc", "Cs") and c != "\0"]:
+    whole = value if os.path.isabs(value) else os.path.join(os.getcwd(), value)  # as state.json names it
+    if odd := [c for c in whole if unicodedata.category(c) in ("Cc", "Cs")]:
         what = "a byte that is no UTF-8" if unicodedata.category(odd[0]) == "Cs" else "a control character"
-        raise UserError(
-            f"{key}: {_absolute(value)!r:.100}: its path holds {what}; rename it, or choose another"
-        )
-    try:
-        longest = max(len(os.fsencode(part)) for part in value.split("/"))
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{key}: {value!r}: cannot be written in {sys.getfilesystemencoding()}, the encoding of file "
-            "names here; a locale of UTF-8 or PYTHONUTF8=1 changes that"
-        ) from None
-    if "\0" in value or longest > 255:
-        raise UserError(f"{key}: is not a path: a name in it is longer than 255 bytes or holds a zero byte")
-    if (num_bytes := len(os.fsencode(_absolute(value)))) > _MAX_PATH_BYTES:
-        raise UserError(
-            f"{key}: is not a path: it has {num_bytes:,} bytes, more than the {_MAX_PATH_BYTES:,} that leave "
-            "room for the names of files in a folder"
-        )
+        raise UserError(f"{key}: {whole!r:.100}: its path holds {what}; rename it, or choose another")
+    if max(map(len, os.fsencode(value).split(b"/"))) > 255:
+        raise UserError(f"{key}: is not a path: a name in it is longer than 255 bytes")
     if os.path.expanduser(value).startswith("~"):
         raise UserError(
             f"{key}: {value}: there is no such user's home; write ./{value} for a name that begins with ~"
@@ -93,14 +76,6 @@ def check_address(key: str, value: str) -> None:
     """Raises UserError for a text that names no place in object storage: PROTOCOL://PLACE."""
     if not re.fullmatch(r"[a-z0-9+]+://[^\s:]*[^\s:/][^\s:]*", value):
         raise UserError(f"{key}: expected an address like s3://bucket/runs/my-run, found {value!r:.100}")
-
-
-def _absolute(value: str) -> str:
-    """`value` behind the current directory, as state.json names it; `value` alone where that was removed."""
-    try:
-        return os.path.abspath(os.path.expanduser(value))
-    except (OSError, ValueError):
-        return value
 
 
 def positive(key: str, value: float) -> None:

@@ -7,10 +7,11 @@ what was found, the nearest key that exists.
 
 import dataclasses
 import io
+import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 from lptune.base.errors import UnknownKeyError, UserError, closest
 from lptune.base.files import read_text
 from lptune.config.elsewhere import SWITCHES, key_here
-from lptune.config.environment import (
-    TEXTS,
-    check_interpolations,
-    check_reads,
-    marked,
-    masked,
-    reads_environment,
-)
 
 
 class Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -107,8 +100,14 @@ _MAX_DEPTH = 20
 """Levels of nesting in a YAML file. The sections of a config nest two deep."""
 _MAX_INTERPOLATIONS = 16
 """Number of `${…}` in a config. Each can double a text that another doubles: the size is exponential."""
-
-_AS_WRITTEN = "_as_written"  # attribute of a loaded config: dotted key -> its `${…}`, see to_yaml
+_REFERENCE = re.compile(r"\$\{\s*[\w.\[\]\-]+\s*\}")
+_VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*\w+\s*\}")
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+_PLACES = frozenset({
+    "model.path", "teacher.path", "logits.folder", "data.source", "data.source.source", "data.eval_source",
+    "data.eval_source.source", "data.cache", "checkpoint.copy_to", "resume", "output_dir",
+})  # fmt: skip
+"""Keys that may read a variable of the environment."""
 
 
 def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
@@ -119,27 +118,15 @@ def load_config(cls: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     """
     values = _values(cls, path, overrides)
     _fill_in_defaults(cls, values)
-    raw = typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=False))
+    raw = OmegaConf.to_container(values, resolve=False)
     if str(raw).count("${") > _MAX_INTERPOLATIONS:
         raise UserError(f"{path}: holds more than {_MAX_INTERPOLATIONS} ${{…}}; write some values out")
     try:
-        check_interpolations(raw, {key.rpartition(".")[0] for key in key_paths(cls)})
-    except UserError as error:
-        raise UserError(f"{_blame(str(error), path, overrides)}: {error}") from None
-    try:
-        marks = _resolved(marked(raw)) if reads_environment(raw) else None
-        resolved = _resolved(raw)
-    except OmegaConfBaseException as error:
-        message = f"{error.full_key}: {_first_line(error)}"
-        raise UserError(f"{_blame(message, path, overrides)}: {masked(message, raw)}") from None
-    try:
-        check_reads(marks, lambda key: key in TEXTS or _is_number(_hint(cls, key)))
-        cfg = _build(cls, resolved, "")
-    except UserError as error:
-        blamed = _blame(str(error), path, overrides)
-        raise UserError(f"{blamed}: {masked(str(error), raw)}") from None
-    object.__setattr__(cfg, _AS_WRITTEN, _interpolations(cls, values))
-    return cfg
+        _check_references(raw)
+        return _build(cls, typing.cast("dict[str, Any]", OmegaConf.to_container(values, resolve=True)), "")
+    except (UserError, OmegaConfBaseException) as error:
+        message = str(error) if isinstance(error, UserError) else f"{error.full_key}: {_first_line(error)}"
+        raise UserError(f"{_blame(message, path, overrides)}: {message}") from None
 
 
 def read_values(cls: type, path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -161,23 +148,37 @@ def _values(cls: type, path: Path, overrides: Sequence[str]) -> DictConfig:
 def to_yaml(cfg: Any) -> str:
     """`cfg` (a config dataclass) as YAML that `load_config` reads back to an equal object.
 
-    Every key is written out. Where the environment took part (`${oc.env:TOKEN}`), a loaded config's `${…}`
-    stay as they were written, so that no value of the environment ends up in a file.
+    Every key is written out.
     """
-    text: str = yaml.dump(as_written(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(to_dict(cfg), Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
-def as_written(cfg: Any) -> dict[str, Any]:
-    """Every key of `cfg` (a config dataclass) in nested dicts of plain values, the `${…}` as in `to_yaml`."""
+def to_dict(cfg: Any) -> dict[str, Any]:
+    """Every key of `cfg` (a config dataclass) in nested dicts of plain values."""
     plain: dict[str, Any] = _plain(dataclasses.asdict(cfg))
-    for key, written in getattr(cfg, _AS_WRITTEN, {}).items():
-        *sections, leaf = key.split(".")
-        section = plain
-        for name in sections:
-            section = section[name]
-        section[leaf] = written
     return plain
+
+
+def changed_yaml(
+    cls: type, path: Path, overrides: Sequence[str], changes: Mapping[str, Any], assumed: Sequence[str] = ()
+) -> str:
+    """The YAML of the config `cls` at `path`, with `key=value` overrides, and then `changes`: dotted key ->
+    value. assumed: further ones, before `overrides`, that may be missing and are not written. Values stay as
+    they are written, `${…}` included; keys that have their default are left out, as in the configs of this
+    repository. Raises UserError as `load_config` does.
+    """
+    load_config(cls, path, [*assumed, *overrides])  # every error of the input
+    values = read_values(cls, path, overrides)
+    for key, value in changes.items():
+        *sections, leaf = key.split(".")
+        holder = values
+        for name in sections:
+            holder = holder.setdefault(name, {})
+        holder[leaf] = list(value) if isinstance(value, tuple) else value
+    for key in key_paths(cls):
+        _drop_default(values, key.split("."), default(cls, key))
+    return "".join(f"{name}: {_flow(value)}\n" for name, value in values.items())
 
 
 def key_paths(cls: type, prefix: str = "") -> list[str]:
@@ -197,8 +198,25 @@ def default(cls: type, key: str) -> Any:
     return None if value is dataclasses.MISSING else _plain(value)
 
 
-def _resolved(raw: Any) -> Any:
-    return OmegaConf.to_container(OmegaConf.create(raw), resolve=True)
+def _flow(value: Any) -> str:
+    """`value` as YAML on one line, as the configs of this repository have sections."""
+    text: str = yaml.dump(
+        value, Dumper=Dumper, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return text.strip().removesuffix("...").strip()
+
+
+def _drop_default(values: dict[str, Any], names: Sequence[str], default: Any) -> None:
+    name, *rest = names
+    if name not in values:
+        return
+    if rest:
+        if isinstance(values[name], dict):
+            _drop_default(values[name], rest, default)
+        if values[name] == {}:
+            del values[name]
+    elif values[name] == default and type(values[name]) is type(default):
+        del values[name]
 
 
 def _plain(value: Any) -> Any:
@@ -214,19 +232,35 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in entries]
 
 
-def _interpolations(cls: type, values: DictConfig) -> dict[str, Any]:
-    """Key -> its `${…}` as written (of a list, the whole list); empty if nothing reads the environment."""
-    raw = OmegaConf.to_container(values, resolve=False)
-    if not reads_environment(raw):
-        return {}
-    found: dict[str, Any] = {}
-    for key in key_paths(cls):
-        value: Any = raw
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        if not isinstance(value, dict) and "${" in str(value):
-            found[key] = value
-    return found
+def _check_references(raw: Any) -> None:
+    """Raises UserError, which begins with the key, for a `${…}` that is neither another key nor, in a place,
+    a variable. The environment holds tokens, and a config may come from a stranger: what is trained, exported
+    or logged must not get one, through another key neither.
+    """
+    texts = list(_texts(raw, ""))
+    reads = any(_VARIABLE.search(text) for _, text in texts)
+    for key, text in texts:
+        is_place = key in _PLACES
+        rest = _VARIABLE.sub("\0", text) if is_place else text  # no \w, so that no name is built of parts
+        rest = rest if reads and not is_place else _REFERENCE.sub("\0", rest)
+        if "${" in rest:
+            only = " (in a config that reads the environment: in places alone)" if reads else ""
+            raise UserError(
+                f"{key}: {text!r:.100}: a ${{…}} may be another key{only}, or oc.env:NAME in a place such as "
+                "output_dir, each written out"
+            )
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, text without escaped `${`) of all texts. An item of a list has the key of the list."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, key)
+    elif isinstance(value, str):
+        yield key, _ESCAPED.sub("", value)
 
 
 def read_yaml(path: Path) -> DictConfig:
@@ -319,10 +353,6 @@ def _hint(cls: type, key: str) -> Any:
 
 def _is_text(hint: Any) -> bool:
     return hint is str or (isinstance(hint, types.UnionType) and str in typing.get_args(hint))
-
-
-def _is_number(hint: Any) -> bool:
-    return bool({hint, *typing.get_args(hint)} & {int, float, bool})
 
 
 def _is_yaml(hint: Any, text: str) -> bool:

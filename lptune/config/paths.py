@@ -1,7 +1,7 @@
-"""Whether a run would write over its own input, its config or its recipe."""
+"""Whether a run would write over its own input."""
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,42 +42,17 @@ def check_inputs_stay(cfg: Any) -> None:
         )
 
 
-def check_given_files_stay(cfg: Any, files: Iterable[Path]) -> None:
-    """Raises UserError if the run would remove one of `files` (its config or its recipe) in `output_dir`.
-
-    The config.yaml of a run may be one of them: a run that does not continue there renames it.
-    """
-    output_dir = Path(cfg.output_dir).expanduser()
-    for path in files:
-        below = None
-        with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
-            below = _below(path, output_dir)
-        if below and (below[0] in RUN_FOLDERS or below[0].startswith(TEMPORARY)):
-            raise UserError(f"output_dir: {cfg.output_dir} would overwrite {path}; move that file away")
-
-
 def _is_written(path: Path, output_dir: Path) -> bool:
     """Whether a run with this `output_dir` writes, renames or removes `path`, a folder above it, or files in
     it. Neither of the two needs to exist.
     """
     names = (*RUN_FILES, *RUN_FOLDERS)
     with suppress(OSError, RuntimeError):  # RuntimeError: a circle of links
-        below = _below(path, output_dir)
-        if below is not None and (not below or below[0] in names or below[0].startswith(TEMPORARY)):
-            return True
+        path, folder = path.resolve(), output_dir.resolve()
+        if path.is_relative_to(folder):
+            first = path.relative_to(folder).parts[:1]
+            return not first or first[0] in names or first[0].startswith(TEMPORARY)
     return False
-
-
-def _below(path: Path, folder: Path) -> tuple[str, ...] | None:
-    """The names on the way from `folder` to `path`; None if `path` is not below `folder`."""
-    path, folder = path.resolve(), folder.resolve()
-    there = next(part for part in (folder, *folder.parents) if part.exists())
-    missing = folder.relative_to(there).parts
-    for part in (path, *path.parents):
-        if part.exists() and part.samefile(there):
-            names = path.relative_to(part).parts
-            return names[len(missing) :] if names[: len(missing)] == missing else None
-    return None
 
 
 def _inputs(cfg: Any) -> Iterator[tuple[str, str]]:

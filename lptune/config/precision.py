@@ -206,40 +206,36 @@ class PrecisionConfig:
             value = getattr(self, key)
             of_kind = "" if anything else f" (precision.kind: {self.kind})"
             one_of(f"precision.{key}", value, choices, of_kind)
-        with_it = [name for name, each in PRECISION_KINDS.items() if each.can_round_stochastically]
-        if self.stochastic_rounding and not anything and self.kind not in with_it:
-            raise UserError(
-                f"precision.stochastic_rounding: not possible with precision.kind: {self.kind}; "
-                f"{', '.join(with_it)} support it"
-            )
         if kind.stores_low and self.all_gather == "high":
             raise UserError(
                 f"precision.all_gather: high is not possible with precision.kind: {self.kind}, which "
                 "always gathers its stored 8-bit values; leave it out"
             )
-        if self.all_gather == "low" and not anything:
-            able = [name for name, each in PRECISION_KINDS.items() if each.can_gather_low]
-            if self.kind not in able:
+        if anything:
+            return
+        for key, value, is_asked, able in (
+            ("stochastic_rounding", "true", self.stochastic_rounding, "can_round_stochastically"),
+            ("all_gather", "low", self.all_gather == "low", "can_gather_low"),
+            ("tp_all_gather", "low", self.tp_all_gather == "low", "tokens_low"),
+        ):
+            if is_asked and not getattr(kind, able):
+                others = [name for name, each in PRECISION_KINDS.items() if getattr(each, able)]
                 raise UserError(
-                    f"precision.all_gather: low is not possible with precision.kind: {self.kind}; "
-                    f"{', '.join(able)} support it"
+                    f"precision.{key}: {value} is not possible with precision.kind: {self.kind}; "
+                    f"{', '.join(others)} support it"
                 )
-            if self.grad_input == "column":
-                raise UserError(
-                    "precision.grad_input: column quantizes the original weight, which an 8-bit gather does "
-                    "not bring; set precision.all_gather=high, or grad_input to folded, requantized or high"
-                )
-        if self.tp_all_gather == "low" and not anything and not self.gathers_tokens_low:
-            with_it = [name for name, each in PRECISION_KINDS.items() if each.tokens_low]
-            needed = PRECISION_KINDS[self.kind].tokens_low
+        if self.all_gather == "low" and self.grad_input == "column":
             raise UserError(
-                f"precision.tp_all_gather: low is not possible with precision.kind: {self.kind}; "
-                f"{', '.join(with_it)} support it"
-                if needed is None
-                else f"precision.tp_all_gather: low brings x in 8 bits only; it needs output=low and "
-                f"grad_weight={'low' if needed == 'tensor' else needed}"
+                "precision.grad_input: column quantizes the original weight, which an 8-bit gather does "
+                "not bring; set precision.all_gather=high, or grad_input to folded, requantized or high"
             )
-        if not anything and not self.low_gemms():
+        if self.tp_all_gather == "low" and not self.gathers_tokens_low:
+            needed = "low" if kind.tokens_low == "tensor" else kind.tokens_low
+            raise UserError(
+                "precision.tp_all_gather: low brings x in 8 bits only; it needs output=low and "
+                f"grad_weight={needed}"
+            )
+        if not self.low_gemms():
             raise UserError(
                 f"precision.kind: {self.kind} with output, grad_input and grad_weight all `high` "
                 "runs nothing in low precision; set precision.kind=none"

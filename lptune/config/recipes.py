@@ -216,18 +216,12 @@ class PretrainConfig(EvaluatedConfig):
     @property
     def source_names(self) -> tuple[str, ...]:
         """A name for each entry of data.source, for the keys of metrics.jsonl."""
-        from lptune.config.load import as_written  # slow to import
-
-        return metric_names(self.data.sources, as_written(self)["data"]["source"])
+        return metric_names(self.data.sources)
 
     @property
     def held_out_names(self) -> tuple[str, ...]:
         """A name for each source of the held-out rows: data.eval_source if that is set, else data.source."""
-        if self.data.eval_source is None:
-            return self.source_names
-        from lptune.config.load import as_written  # slow to import
-
-        return metric_names(self.data.eval_sources, as_written(self)["data"]["eval_source"])
+        return metric_names(self.data.eval_sources or self.data.sources)
 
 
 @dataclass(frozen=True, kw_only=True)

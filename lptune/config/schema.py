@@ -11,7 +11,6 @@ the code that opens the file, loads the tensor or runs the kernel.
 """
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from lptune.base.errors import UserError
 from lptune.config.checks import (
@@ -465,11 +464,4 @@ class RunConfig:
             raise UserError(
                 f"precision.shadow_every: compares whole layers, and parallel.tensor={self.parallel.tensor} "
                 "cuts them; set shadow_every=0 or parallel.tensor=1"
-            )
-        output_dir, model = (
-            Path(path).expanduser().absolute() for path in (self.output_dir, self.model.path)
-        )
-        if model in (output_dir, output_dir / "export"):
-            raise UserError(
-                f"output_dir: {self.output_dir} would overwrite the model in model.path; choose another"
             )

@@ -226,21 +226,16 @@ def _missing(source: str, path: Path) -> str:
     return f"{source}: no such file{hint}; set data.source to a file, a folder, a hub id or builtin"
 
 
-def metric_names(sources: Sequence[SourceConfig], written: Any) -> tuple[str, ...]:
+def metric_names(sources: Sequence[SourceConfig]) -> tuple[str, ...]:
     """A name for each source, for the keys of metrics: unique, of at most 40 letters, digits and ._- (before
     a number that makes it unique).
-
-    written: the value of the key as the config has it (`as_written`), so that no value of an environment
-    variable gets into a file.
     """
-    items = [written] if isinstance(written, str) else written
-    texts = [item if isinstance(item, str) else str(item["source"]) for item in items]
     taken = {entry.name for entry in sources}
     names = []
-    for entry, text in zip(sources, texts, strict=True):
+    for entry in sources:
         name = entry.name
         if name is None:
-            parts = [part for part in Path(text).parts if not any(mark in part for mark in "*?[")]
+            parts = [part for part in Path(entry.source).parts if not any(mark in part for mark in "*?[")]
             last = Path(parts[-1]) if parts else Path("source")
             stem = last.stem if last.suffix.lower() in SUFFIXES else last.name
             name = base = re.sub(r"[^A-Za-z0-9._-]+", "_", stem).strip("_")[:40] or "source"

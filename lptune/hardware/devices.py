@@ -24,20 +24,20 @@ FLOAT8_CAPABILITY = (8, 9)
 class Device:
     """One GPU. Peaks are in FLOP/s (INT8: operations/s); None: the GPU has no such GEMM."""
 
-    key: str
+    key: str = ""
     """Its name for `lptune plan --device`."""
     name: str
     """The result of torch.cuda.get_device_name, without "NVIDIA "."""
     memory_bytes: int
     """As in the data sheet: 80 GB are 80 * 10^9."""
-    bandwidth: float | None
+    bandwidth: float | None = None
     """Of its memory, bytes/s, as in the data sheet; None: unknown."""
     capability: tuple[int, int]
     """Compute capability: (9, 0) is Hopper."""
-    bf16: float
-    int8: float
-    float8: float | None
-    source: str
+    bf16: float = float("nan")
+    int8: float = float("nan")
+    float8: float | None = float("nan")
+    source: str = ""
     """The source of the figures, with the figures as printed there."""
 
     def peak(self, fmt: str) -> float | None:
@@ -143,17 +143,13 @@ def named_device(text: str) -> Device:
     raise UserError(f"--device: unknown device {text!r}{closest(wanted, keys)}; there are {', '.join(keys)}")
 
 
-def unknown_device(name: str, memory_bytes: int, capability: tuple[int, int]) -> Device:
-    """A GPU that is not in DEVICES. Its peaks are unknown (NaN)."""
-    nan = float("nan")
-    return Device(
-        key="",
-        name=name,
-        memory_bytes=memory_bytes,
-        bandwidth=None,
-        capability=capability,
-        bf16=nan,
-        int8=nan,
-        float8=nan,
-        source="",
+def gpu_here() -> Device | None:
+    """The GPU that torch sees, with unknown peaks (NaN) where DEVICES lacks it; None: torch sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_properties()
+    return known_device(here.name) or Device(
+        name=here.name, memory_bytes=here.total_memory, capability=(here.major, here.minor)
     )

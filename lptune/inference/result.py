@@ -15,7 +15,7 @@ import torch
 import lptune
 from lptune.base.errors import UserError
 from lptune.base.files import write_errors, write_json
-from lptune.config import EvaluateConfig, as_written, check_sources, entries
+from lptune.config import EvaluateConfig, check_sources, entries, to_dict
 from lptune.distributed import World
 from lptune.inference.model import LoadedModel
 
@@ -113,7 +113,7 @@ def write_result(parts: dict[str, Any], cfg: EvaluateConfig, loaded: LoadedModel
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
         "num_ranks": world.size,
         "versions": {"lptune": lptune.__version__, "torch": str(torch.__version__)},
-        "config": as_written(cfg),
+        "config": to_dict(cfg),
     }
     path = Path(cfg.output).expanduser()
     with write_errors(f"output: {path}", "choose another"):

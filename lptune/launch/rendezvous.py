@@ -19,8 +19,7 @@ They compare what they are about to run, since a command that differs on one mac
 (another learning rate), hang (another number of steps) or end in a C++ abort (another kind of precision). So
 every key of the config is compared, with the recipe's text and the versions. Two things are not: paths that
 may be local to a machine, whose content the ranks compare (checkpoint/resume.py), and how many ranks a
-machine has. A key is told by a digest of its value and by what the config has in its place: `${…}` stays as
-it is written, so that no value of an environment variable leaves its machine.
+machine has. A key is told by a digest of its value and by the beginning of its text.
 """
 
 import errno
@@ -40,7 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lptune import __version__
 from lptune.base.errors import UnavailableError, UserError
 from lptune.base.text import printable
-from lptune.config import as_written, key_paths
+from lptune.config import key_paths, to_dict
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -62,7 +61,7 @@ def tell(cfg: Any, **others: object) -> Told:
     version = ".".join(map(str, sys.version_info[:2]))
     values = {"lptune": __version__, "torch": torch.__version__, "Python": version, **others}
     told = {name: [_digest(value), f"{value!s:.80}"] for name, value in values.items()}
-    written = as_written(cfg)
+    written = to_dict(cfg)
     for key in key_paths(type(cfg)):
         if key not in LOCAL:
             told[key] = [_digest(_leaf(cfg, key)), f"{_leaf(written, key)!s:.80}"]

@@ -91,5 +91,5 @@ _LAZY = {
 def __getattr__(name: str) -> object:
     for module, names in _LAZY.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)  # noqa: TID251  (a constant table)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

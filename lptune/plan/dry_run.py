@@ -20,7 +20,7 @@ and the last, which reduces the gradients. The collectives of the middle one are
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -56,22 +56,18 @@ _OFFLOADED = (memory.PARAMETERS, memory.TEACHER, memory.GRADIENTS, memory.OPTIMI
 class DryRun:
     """Memory and collectives of a step, for each rank."""
 
+    cfg: RunConfig
     plan: linear.Plan
     mesh: dict[str, int]
     """Axis -> its size, outermost first."""
-    device_type: str
     attention: str
     num_parameters: int
     checkpoint_bytes: int
     """Bytes of a checkpoint, over all ranks: weights and what the optimizer lists."""
     num_micro_batches: int
     """Number of micro-batches per rank and step."""
-    tokens_per_step: int
-    """Number of tokens per step, over all ranks."""
     attention_flops: float
     """FLOPs per token in all attention layers, if each row is one document."""
-    compiles: bool
-    """Whether the config compiles; the dry run itself does not."""
     peaks: dict[str, Counter[str]]
     """Phase of the step -> bytes by category at its peak."""
     resting: Counter[str]
@@ -80,16 +76,17 @@ class DryRun:
     """Bytes that `parallel.cpu_offload` or `optimizer.cpu_offload` keeps in host memory, as pinned memory
     takes them; with the copies of checkpoint.async_save.
     """
-    offloads_weights: bool
-    """Whether it is `parallel.cpu_offload`."""
-    copies_to_save: bool
-    """Whether the copies of checkpoint.async_save are in `host_bytes`."""
     device: Device | None
     """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
     """Collectives of forward and backward of all micro-batches, and of the update."""
     first_collectives: Collectives
     """Those of the first step of a run, which has no amax history to go by; the same for most kinds."""
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`, which `auto` means here."""
+        return "cpu" if self.cfg.device == "cpu" else "cuda"
 
     @property
     def peak_bytes(self) -> int:
@@ -99,7 +96,7 @@ class DryRun:
     def report(self) -> str:
         """The precision, the memory and the collectives as text, with tables of at most 80 columns."""
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
-        ranks = torch.Size(self.mesh.values()).numel()
+        ranks, tokens = torch.Size(self.mesh.values()).numel(), self.cfg.tokens_per_step
         lines = [
             *precision_lines(self.plan),
             "",
@@ -109,7 +106,7 @@ class DryRun:
                 f"attention by {self.attention}",
             ),
             *_in_parts(
-                f"a step: {self.tokens_per_step:,} tokens, micro-batches a rank: {self.num_micro_batches};",
+                f"a step: {tokens:,} tokens, micro-batches a rank: {self.num_micro_batches};",
                 f"{flop_text(self.plan.flops_per_token)} a token in linear layers",
                 f"and {flop_text(self.attention_flops)} in attention (recomputation apart)",
             ),
@@ -131,12 +128,9 @@ def dry_run(
     *,
     step: PlannedStep = PlannedStep(),  # noqa: B008  (frozen)
     frozen_config: models.Facts | None = None,
-    on_phase: Callable[[str], None] = lambda _: None,
     in_full: bool = False,
 ) -> DryRun:
     """Dry run of one step of `cfg` on `world_size` ranks. cfg.device: `auto` means cuda.
-
-    on_phase: called with the name of each phase when it begins: `forward`, `backward`, `update`.
 
     device: the GPU of each rank, which decides the choice of kernels; None: any Hopper. step: of the recipe.
     frozen_config: of its second model (`PlannedStep.frozen`); None leaves that out. in_full: run all blocks,
@@ -187,7 +181,7 @@ def dry_run(
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             first, collectives, resting, state_bytes, pinned = _run_steps(
-                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log, on_phase
+                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log
             )
             offloaded: tuple[str, ...] = ()
             if device_type == "cuda" and (offloads or cfg.optimizer.cpu_offload):
@@ -201,21 +195,17 @@ def dry_run(
             if offloads:
                 _add_staged(peaks, list(blocks), in_backward=cfg.optimizer.in_backward)
             return DryRun(
+                cfg=cfg,
                 plan=plan,
                 mesh=distributed.mesh_axes(cfg.parallel, world_size),
-                device_type=device_type,
                 attention=backend,
                 num_parameters=num_parameters,
                 checkpoint_bytes=state_bytes,
                 num_micro_batches=num_micro_batches,
-                tokens_per_step=cfg.global_batch_size * cfg.data.seq_len,
                 attention_flops=model_config.attention_flops([cfg.data.seq_len]) / cfg.data.seq_len,
-                compiles=cfg.compile != "none",
                 peaks=peaks,
                 resting=resting,
                 host_bytes=_host_bytes(pinned, offloaded, cfg),
-                offloads_weights=offloads,
-                copies_to_save=cfg.checkpoint.async_save,
                 device=device,
                 collectives=collectives,
                 first_collectives=first,
@@ -245,18 +235,12 @@ def _run_steps(
     num_micro_batches: int,
     num_run: int,
     log: memory.MemoryLog,
-    on_phase: Callable[[str], None],
 ) -> _Steps:
     """Allocates `model` and `frozen`, which are on meta, and runs the first step as a recipe does, under
     `log`; and the second, where that exchanges something else.
 
     `num_run` micro-batches run. Collectives are counted for all `num_micro_batches`.
     """
-
-    def begin(phase: str) -> None:
-        log.phase(phase)
-        on_phase(phase)
-
     log.phase("start")
     distributed.materialize(model, world, cfg)
     log.label(memory.PARAMETERS, model.parameters())
@@ -292,14 +276,14 @@ def _run_steps(
             loss_sum = torch.zeros((), device=world.device)
             for number in distributed.accumulate(model, range(num_run), world, cfg, low):
                 log.collectives.clear()
-                begin("forward")
+                log.phase("forward")
                 objective = planned.loss(frozen, tokens_BS, documents, cfg)
                 if frozen is not None:
                     log.phase("forward")  # ends what its last block does
                 loss = model(tokens_BS, documents, tokens_BS, objective).sum()
                 in_float32.gathered()
                 update.before_backward(loss)
-                begin("backward")
+                log.phase("backward")
                 (loss * (world.data_size / tokens_BS.numel())).backward()
                 loss_sum += loss.detach()
                 stands_for = num_micro_batches - 2 if num_run == 3 and number == 1 else 1
@@ -314,7 +298,7 @@ def _run_steps(
         log.repeat(times, lambda parameter: parameter.grad)
         if isinstance(update, UpdateInBackward):
             log.repeat(times, update.norm_of)
-        begin("update")
+        log.phase("update")
         update.launch(loss_sum, tokens_BS.numel())  # without the look at the loss, which has no value here
         if isinstance(optimizer, muon.Muon) and not cfg.optimizer.in_backward:
             _count_exchanges(log.collectives, optimizer, times)
@@ -514,7 +498,7 @@ def _notes(found: DryRun) -> list[str]:
         notes.append(
             "an all-gather's bytes are those of the gathered buffer, a reduce-scatter's of what is cut up"
         )
-    if found.compiles:
+    if found.cfg.compile != "none":
         notes.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
     if found.device_type == "cuda":
         notes.append("CUDA's context, NCCL's buffers, kernels' workspaces and fragmentation come on top")
@@ -526,9 +510,9 @@ def _notes(found: DryRun) -> list[str]:
         )
     if found.host_bytes:
         key, held = "optimizer", "the optimizer state"
-        if found.offloads_weights:
+        if found.cfg.parallel.cpu_offload:
             key, held = "parallel", "parameters, gradients and optimizer state"
-        copies = "; with the copies of checkpoint.async_save" * found.copies_to_save
+        copies = "; with the copies of checkpoint.async_save" * found.cfg.checkpoint.async_save
         notes.append(
             f"{key}.cpu_offload: {held} of each rank take {found.host_bytes / 1e9:,.1f} GB of host memory, "
             f"pinned, a power of two for each tensor{copies}"

@@ -86,7 +86,7 @@ class _Service:
     """A module with `init`, `log` and `finish`: wandb, or trackio."""
 
     def __init__(self, module: str, folder: Path, **options: str) -> None:
-        self._module = importlib.import_module(module)
+        self._module = importlib.import_module(module)  # noqa: TID251  (a constant table)
         self._module.init(**options, resume="allow", config=_config(folder))
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -11,7 +11,7 @@ from lptune.base.errors import UserError
 from lptune.checkpoint.card import model_card, read_parts, run_parts
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.state import About, RunState, about_run, read_state
-from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig, load_config
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig
 
 
 def _config(kind: str) -> FinetuneConfig:
@@ -77,20 +77,6 @@ def test_a_checkpoint_from_before_parts_were_kept_resumes_and_exports(tmp_path: 
         lines = _card(state)
         assert [line for line in lines if line.startswith("## ")] == [f"## Steps {span}" for span in spans]
         assert sum("did not record more" in line for line in lines) == 1
-
-
-def test_a_source_that_the_environment_names_is_described_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
-    (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {source: '${oc.env:LPTUNE_TEST_SECRET}'}\n")
-    about = about_run(load_config(FinetuneConfig, tmp_path / "c.yaml"), None)
-    assert about["data"] == "${oc.env:LPTUNE_TEST_SECRET}"
-    several = "['d/a.jsonl', {source: '${oc.env:LPTUNE_TEST_SECRET}', weight: 2}]"
-    (tmp_path / "c.yaml").write_text(f"model: {{path: m}}\ndata: {{source: {several}}}\n")
-    listed = about_run(load_config(FinetuneConfig, tmp_path / "c.yaml"), None)
-    assert listed["data"] == "a.jsonl, ${oc.env:LPTUNE_TEST_SECRET} (weight 2)"
-    assert "s3cret" not in f"{about}{listed}"
 
 
 @pytest.mark.parametrize(

@@ -167,14 +167,6 @@ def test_every_changed_key_is_named_with_both_values(tmp_path: Path) -> None:
     assert "precision.kind 'none' (now 'mxfp8'), optimizer.lr 2e-05 (now 1.0); choose" in str(caught.value)
 
 
-def test_values_of_the_environment_stay_out_of_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
-    cfg = config(tmp_path, "data.eval_source=${oc.env:LPTUNE_TEST_SECRET}")
-    assert "s3cret" not in json.dumps(state_now(cfg, tmp_path).content["config"])
-
-
 def test_a_finished_run_that_does_not_say_its_config_is_finished_with_a_note(tmp_path: Path) -> None:
     said: list[str] = []
     checkpoint.check_unchanged(

@@ -2,7 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,10 @@ from tests.helpers.cold import Finished
 
 Command = Callable[..., tuple[int, str, str]]
 Lptune = Callable[..., Finished]
+CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
+"""What a recipe that reads neither needs."""
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="signals of parents and pidfds are Linux's")
 
 
 def write_model(folder: Path) -> Path:
@@ -55,3 +63,35 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         return exit_.value.code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def toy(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
+    """The arguments RECIPE --config CONFIG of the toy that is RECIPE in the test's module."""
+    (tmp_path / "toy.py").write_text(request.module.RECIPE)
+    (tmp_path / "toy.yaml").write_text(CONFIG)
+    return ["toy.py", "--config", "toy.yaml"]
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address of a server on the loopback device, which is silent of clients that leave."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda request, address: None  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def hub_environment(endpoint: str, folder: Path) -> dict[str, str]:
+    """The environment in which a server is the hub."""
+    return {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(folder / "hf_home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+    }

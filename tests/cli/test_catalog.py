@@ -12,19 +12,19 @@ from lptune.base.errors import UserError
 from lptune.cli import catalog
 from lptune.cli.ls import bytes_of, count_text, ls, needs, num_weights, row
 from tests.base.test_progress import terminal
-from tests.cli.conftest import Command, write_model
+from tests.cli.conftest import CONFIG, Command, write_model
 
 # ruff: noqa: E501  (messages are compared whole)
-
-
-GOOD = "model: {path: a}\ndata: {source: builtin}\n"
 
 
 def test_a_recipe_and_a_config_of_one_name_both_run_and_neither_is_taken_for_the_other(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "from lptune.config import FinetuneConfig\n\ndef main(cfg: FinetuneConfig) -> None:\n    print(cfg.seed)\n"
-    for folder, file, content in (("recipes", "twin.py", text), ("configs", "twin.yaml", GOOD + "seed: 7\n")):
+    for folder, file, content in (
+        ("recipes", "twin.py", text),
+        ("configs", "twin.yaml", CONFIG + "seed: 7\n"),
+    ):
         Path(folder).mkdir()
         (Path(folder) / file).write_text(content)
     monkeypatch.setattr(catalog, "folder", Path)
@@ -49,7 +49,7 @@ def test_a_config_is_checked_against_the_recipe_that_its_comment_names(
     Path("recipes/other.py").write_text(text.format("FinetuneConfig"))
     monkeypatch.setattr(catalog, "folder", Path)
     comment = "#   lptune run --nproc-per-node 2 other --config c.yaml\n"
-    keys = GOOD + "eval_every_steps: 2\n"
+    keys = CONFIG + "eval_every_steps: 2\n"
     Path("c.yaml").write_text(comment + keys)
     Path("bare.yaml").write_text(keys)
     Path("foreign.yaml").write_text(comment.replace("other", "elsewhere") + keys)
@@ -74,7 +74,7 @@ def test_a_config_is_checked_against_the_recipe_that_its_comment_names(
 
 
 def test_validate_says_ok_and_notes_what_is_not_here_yet(command: Command) -> None:
-    Path("c.yaml").write_text(GOOD)
+    Path("c.yaml").write_text(CONFIG)
     write_model(Path("here"))
     assert command("validate", "c.yaml") == (
         0,
@@ -107,7 +107,7 @@ def test_cp_takes_recipes_and_configs_home(command: Command) -> None:
     assert command("cp", "llama3_2/1b", ".")[0] == 0
     assert Path("1b.yaml").read_text() == catalog.configs()["llama3_2/1b"].read_text()
     assert command("cp", "llama3_2/1b", "a/b/c.yaml", "--parents")[0] == 0
-    assert command("validate", "a/b/c.yaml", "data.source=x.jsonl", "--recipe", "mine.py")[0] == 0
+    assert command("validate", "mine.py", "--config", "a/b/c.yaml", "data.source=x.jsonl")[0] == 0
     assert command("cp", "--make-parents", "llama3_2/1b", "d/e/c.yaml")[0] == 0  # as torchtune writes it
 
 

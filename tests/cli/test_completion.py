@@ -1,19 +1,14 @@
 """Completion by Tab: click's protocol as the scripts of bash, zsh and fish use it, and the scripts."""
 
-import copy
 import shutil
 import subprocess
 from pathlib import Path
 
-import click
 import pytest
 
-from lptune.cli import completion
-from lptune.cli.main import cli
 from lptune.config import PRECISION_KINDS, PreferenceConfig, key_paths
 from tests.cli.conftest import Command
 from tests.helpers import cold, warm
-from tests.helpers.commands import COMMANDS
 
 
 def complete(shell: str, folder: Path, *words: str) -> list[str]:
@@ -54,23 +49,6 @@ def test_bash_gets_the_part_behind_the_equals_sign_at_which_it_splits_words(tmp_
     assert complete("bash", tmp_path, "lptune", "run", "--config", "=", "quick") == ["plain,quickstart"]
     assert complete("bash", tmp_path, *begin[:3], "data.packing", "=", "t") == ["plain,true"]
     assert complete("bash", tmp_path, *begin[:3], "data.source", "=", "ro") == ["file,ro"]
-
-
-def test_every_option_and_argument_that_names_a_recipe_or_config_has_candidates(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cli, "commands", {name: _copied(command) for name, command in COMMANDS.items()})
-    completion.attach(cli)
-    for name, command in cli.commands.items():
-        for param in command.params:
-            if param.opts[0] in ("--config", "--recipe") or param.name == "arguments":
-                assert isinstance(param.type, completion._Word), f"{name} {param.opts[0]}"
-
-
-def _copied(command: click.Command) -> click.Command:
-    twin = copy.copy(command)
-    twin.params = [copy.copy(param) for param in command.params]
-    return twin
 
 
 def test_bash_itself_completes_with_the_script(command: Command, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.conftest import Command
-from tests.cli.test_multi_node import CONFIG, RECIPE, linux_only
+from tests.cli.conftest import CONFIG, Command, linux_only
+from tests.cli.test_multi_node import RECIPE
 from tests.helpers import warm
 from tests.helpers.cold import ROOT, Finished
 from tests.helpers.launch import free_port

@@ -4,10 +4,9 @@ import hashlib
 import json
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from safetensors import safe_open
 
 from lptune.checkpoint import RunState, manifest, read_state
 from lptune.checkpoint.files import remove_folder, sha256
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, hub_environment, served
 from tests.helpers import warm
 from tests.helpers.cold import Finished
 
@@ -287,19 +286,8 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment in which a server of this test is the hub."""
     Hub.created, Hub.files = [], {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, args=[0.02], daemon=True)
-    thread.start()
-    yield {
-        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-        "HF_HOME": str(tmp_path / "hf_home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with served(Hub) as endpoint:
+        yield hub_environment(endpoint, tmp_path)
 
 
 def _push(run: Path, folder: Path, environment: dict[str, str], *more: str) -> Finished:

@@ -3,20 +3,20 @@
 A run with losses to compare hangs in tests/faults/host_faults.py.
 """
 
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lptune.launch.hangs import Stand, describe
+from tests.cli.conftest import linux_only
 from tests.helpers import warm
 from tests.helpers.cold import Finished
 from tests.helpers.launch import free_port
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the watch needs pidfds, which are Linux's")
+pytestmark = linux_only
 
-CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 RECIPE = '''"""A toy without torch, which is imported in one call: the last rank does what output_dir says."""
 import ctypes
 import os
@@ -90,16 +90,11 @@ def main(cfg: FinetuneConfig) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """With the toy."""
-    (tmp_path / "toy.py").write_text(RECIPE)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
-    return tmp_path
-
-
-def run(folder: Path, what: str, timeout_s: int, *flags: str) -> Finished:
-    arguments = ["run", *flags, f"--hang-timeout={timeout_s}", "toy.py", "--config=toy.yaml"]
-    return warm.lptune([*arguments, f"output_dir={what}"], folder=folder)
+def run(tmp_path: Path, toy: list[str]) -> Callable[..., Finished]:
+    """`run("sleeps", 3, "--nnodes=2")`: the toy with --hang-timeout=3."""
+    return lambda what, timeout_s, *flags: warm.lptune(
+        ["run", *flags, f"--hang-timeout={timeout_s}", *toy, f"output_dir={what}"], folder=tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,29 +113,33 @@ def run(folder: Path, what: str, timeout_s: int, *flags: str) -> Finished:
     ],
 )
 def test_a_hang_ends_the_run_and_names_the_rank_that_the_others_wait_for(
-    folder: Path, what: str, who: str, place: str
+    run: Callable[..., Finished], tmp_path: Path, what: str, who: str, place: str
 ) -> None:
-    done = run(folder, what, 3, "--nproc-per-node=3")
+    done = run(what, 3, "--nproc-per-node=3")
     stack, _, line = done.stderr.partition("error: ")
     assert done.returncode == 1
     assert who in line
-    assert place.replace("FOLDER", str(folder)) in line
+    assert place.replace("FOLDER", str(tmp_path)) in line
     assert ("time.sleep(60)" in stack) == ("read_a_file" in place)
 
 
 @pytest.mark.slow
-def test_a_rank_that_works_or_waits_for_its_own_is_no_hang_however_long_the_others_wait(folder: Path) -> None:
-    done = run(folder, "works", 3, "--nproc-per-node=3")
+def test_a_rank_that_works_or_waits_for_its_own_is_no_hang_however_long_the_others_wait(
+    run: Callable[..., Finished],
+) -> None:
+    done = run("works", 3, "--nproc-per-node=3")
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "done"), done.stderr
 
 
 @pytest.mark.slow  # half a minute; hangs on two hosts are a row of `make faults`
-def test_machine_0_asks_the_others_and_all_print_who_hangs(folder: Path) -> None:
-    (folder / "toy.py").write_text(COLLECTIVE)
+def test_machine_0_asks_the_others_and_all_print_who_hangs(
+    run: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "toy.py").write_text(COLLECTIVE)
     # Torch is imported in one call, from a busy disk in seconds.
     flags = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     with ThreadPoolExecutor() as pool:
-        ends = list(pool.map(lambda node: run(folder, "any", 15, *flags, f"--node-rank={node}"), (0, 1)))
+        ends = list(pool.map(lambda node: run("any", 15, *flags, f"--node-rank={node}"), (0, 1)))
     lines = [line for end in ends for line in end.stderr.splitlines() if line.startswith("error: ")]
     assert [end.returncode for end in ends] == [1, 1]
     assert len(lines) == 2

@@ -10,10 +10,9 @@ from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
 from lptune.config import PRECISION_KINDS, FinetuneConfig, SourceConfig, default, key_paths, load_config
 from lptune.config.documented import Key, keys, sections
-from tests.cli.conftest import Command
+from tests.cli.conftest import CONFIG, Command
 
 RECIPES = sorted(catalog.recipes())
-BASE = "model: {path: a}\ndata: {source: builtin}\n"
 OWN_CONFIG = '''
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ def test_every_key_of_every_recipe_has_its_default_and_a_meaning(name: str) -> N
 
 
 def test_the_choices_are_exactly_those_that_the_check_accepts(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text(BASE)
+    (tmp_path / "c.yaml").write_text(CONFIG)
     found = by_name(FinetuneConfig)
     assert found["precision.kind"].choices == tuple(PRECISION_KINDS)
     num_choices = 0

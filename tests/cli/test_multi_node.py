@@ -11,18 +11,16 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import linux_only
 from tests.helpers import cold, warm
 from tests.helpers.cold import ROOT, Finished
 from tests.helpers.launch import free_port
-
-CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
 RECIPE = '''"""A toy: rank and what it does are the config's output_dir, e.g. bug-2. The others wait, as in a collective, and note SIGTERM."""
 import os
@@ -67,16 +65,6 @@ def main(cfg: FinetuneConfig) -> None:
         raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64650")
     time.sleep(60)
 '''
-
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="pidfds are Linux's")
-
-
-@pytest.fixture
-def toy(tmp_path: Path) -> list[str]:
-    """The arguments RECIPE --config CONFIG of a toy."""
-    (tmp_path / "toy.py").write_text(RECIPE)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
-    return ["toy.py", "--config", "toy.yaml"]
 
 
 def two_machines(

@@ -5,16 +5,15 @@ A toy recipe needs no torch. tests/faults/host_faults.py restarts real runs on s
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import linux_only
 from tests.helpers import cold
 
-CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 RECIPE = '''"""A toy: output_dir says what each launch does, e.g. killed-done; `saved` leaves a checkpoint."""
 import os
 import pathlib
@@ -58,16 +57,11 @@ def main(cfg: FinetuneConfig) -> None:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., cold.Process]:
+def launch(tmp_path: Path, toy: list[str]) -> Callable[..., cold.Process]:
     """`launch("killed-done", "--restarts", "1")` starts `lptune run` with this toy."""
-    (tmp_path / "toy.py").write_text(RECIPE)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
-
-    def start(what: str, *flags: str) -> cold.Process:
-        arguments = ("run", *flags, "toy.py", "--config", "toy.yaml", f"output_dir={what}")
-        return cold.start(*cold.LPTUNE, *arguments, folder=tmp_path)
-
-    return start
+    return lambda what, *flags: cold.start(
+        *cold.LPTUNE, "run", *flags, *toy, f"output_dir={what}", folder=tmp_path
+    )
 
 
 def said(process: cold.Process) -> tuple[int, str, list[str]]:
@@ -126,7 +120,7 @@ def test_a_signal_to_either_process_stops_the_run_which_saves_first(
     assert not (run / "pid-2").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+@linux_only
 def test_a_run_whose_supervisor_is_killed_saves_and_leaves(
     launch: Callable[..., cold.Process], tmp_path: Path
 ) -> None:

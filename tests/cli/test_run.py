@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 
 from lptune.launch.flags import check, parser
 from lptune.launch.outcome import Outcome
-from tests.cli.conftest import Command, Lptune
+from tests.cli.conftest import Command, Lptune, linux_only
 from tests.helpers import cold, warm
 from tests.helpers.slow import slow_but
-
-CONFIG = "model: {path: a}\ndata: {source: builtin}\n"
 
 RECIPE = '''"""A toy: what it does is the config's output_dir."""
 import os
@@ -73,14 +70,6 @@ def main(cfg: FinetuneConfig) -> None:
         say("waiting")
         time.sleep(60)
 '''
-
-
-@pytest.fixture
-def toy(tmp_path: Path) -> list[str]:
-    """The arguments RECIPE --config CONFIG of a toy."""
-    (tmp_path / "toy.py").write_text(RECIPE)
-    (tmp_path / "toy.yaml").write_text(CONFIG)
-    return ["toy.py", "--config", "toy.yaml"]
 
 
 CASES = [
@@ -175,9 +164,6 @@ def status(pid: int) -> str:
         return Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return "\nState:\tZ"
-
-
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
 
 
 @linux_only

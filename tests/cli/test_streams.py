@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import CONFIG
 from tests.helpers import cold
 from tests.helpers.cold import Finished
 
@@ -95,7 +96,6 @@ def _with_output(where: str, *arguments: str, cwd: Path, **variables: str) -> Fi
 
 NOTE = "note: stdout cannot be written ({}); lptune goes on without it\n"
 FULL, GONE = "No space left on device", "Broken pipe"
-GOOD = "model: {path: a}\ndata: {source: builtin}\n"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_print_that_fails_ends_a_command_only_if_it_prints_and_does_nothing_el
 ) -> None:
     for name, text in {
         "talks.py": TALKS,
-        "good.yaml": GOOD,
+        "good.yaml": CONFIG,
         "theirs.yaml": "base_model: /m\ndatasets: [{path: a.jsonl}]\n",
         "odd.yaml": "# \u202egnp\x9b2J\n",
     }.items():

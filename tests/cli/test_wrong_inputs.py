@@ -4,7 +4,7 @@
 A row of a table is a wrong input and what its line must have, with " | " between: the place, what was found, the
 remedy. Other wording is free. `RUNS` damages one input of a run that works; `COMMANDS` are command lines in a folder
 with files of every kind. What the readers of configs, checkpoints and data refuse besides stands beside them:
-tests/config/test_load.py, tests/checkpoint/test_hf.py, tests/data/test_refused.py.
+tests/config/test_load.py, tests/models/test_config.py, tests/checkpoint/test_hf.py, tests/data/test_refused.py.
 """
 
 # ruff: noqa: E501  (a row is a line)
@@ -138,10 +138,6 @@ def tensors(edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) 
     return lambda job: save_file(edit(load(job.weights.read_bytes())), job.weights, metadata={"format": "pt"})
 
 
-def without(name: str) -> Damage:
-    return tensors(lambda found: {key: value for key, value in found.items() if key != name})
-
-
 def index(tensor: str, file: str) -> Damage:
     """An index beside the weights, right but for one tensor."""
 
@@ -176,35 +172,12 @@ def rows(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> Damage:
     return damage
 
 
-def chats(edit: Callable[[list[dict[str, Any]]], object] = list, **data: Any) -> Damage:
-    """Rows of messages instead of pairs, those of each row edited."""
-
-    def as_chat(row: dict[str, Any]) -> dict[str, Any]:
-        messages = [
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), row.values(), strict=True)
-        ]
-        edit(messages)
-        return {"messages": messages}
-
-    return keys({f"data.{key}": value for key, value in data.items()}, rows(as_chat))
-
-
 def link(name: str, target: str) -> Damage:
     return lambda job: (job.folder / name).symlink_to(target)
 
 
 def removed(name: str) -> Damage:
     return lambda job: (job.folder / name).unlink()
-
-
-def pickled(name: str) -> Damage:
-    def damage(job: Job) -> None:
-        found = load(job.weights.read_bytes())
-        job.weights.unlink()
-        torch.save(found, job.weights.with_name(name))
-
-    return damage
 
 
 def renamed(*names: str) -> Damage:
@@ -219,9 +192,7 @@ def renamed(*names: str) -> Damage:
 
 
 NORM = "model.norm.weight"
-LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:9d9f\nsize 2471645608\n"
 PREFERENCE = '{"prompt": "Say yes.", "chosen": "Yes.", "rejected": "No."}\n'
-INT8 = arguments("precision.kind=int8_rowcol")
 # fmt: off
 RUNS: list[tuple[Damage, str]] = [
     # --- config.json
@@ -229,60 +200,35 @@ RUNS: list[tuple[Damage, str]] = [
     (keys({"model.path": "checkpoint/config.json"}), "model.path: checkpoint/config.json is a file | give the"),
     (removed("checkpoint/config.json"), "checkpoint/config.json: not found | expected the folder of a"),
     (cut("checkpoint/config.json"), "checkpoint/config.json: line | not valid JSON | download it again"),
-    (model(model_type="lama"), "checkpoint/config.json: model_type: 'lama' is neither one of llama | mistral"),
     (model(model_type="gemma3", vision_config={}), "config.json: transformers refuses it"),
-    (model(num_local_experts=8), "checkpoint/config.json: num_local_experts: mixtures of experts | dense"),
-    (model(quantization_config={"quant_method": "gptq"}), "config.json: quantization_config: | gptq | start from"),
     (model(architectures=["LlamaForSequenceClassification"]), "architectures: | expected a ...ForCausalLM"),
-    (model(hidden_size="128"), "checkpoint/config.json: hidden_size: expected an integer above 0, found '128'"),
     (model(num_hidden_layers=10**9), "checkpoint/config.json: num_hidden_layers: 1000000000 is | download"),
-    (model(num_key_value_heads=3), "config.json: num_key_value_heads: 3 does not divide num_attention_heads"),
     (model(rope_scaling={"rope_type": "llama4"}), "config.json: rope_scaling: rope type 'llama4' is not supported"),
     # --- weights
-    (cut("checkpoint/model.safetensors"), "model.safetensors: is no readable safetensors | download it again"),
-    (write("checkpoint/model.safetensors", LFS_POINTER), "model.safetensors: | git-lfs pointer; run `git lfs pull`"),
-    (pickled("pytorch_model.bin"), "checkpoint: holds only pickled weights (pytorch_model.bin) | never loaded"),
-    (pickled("model.safetensors"), "model.safetensors: | a pickle | never loaded; convert it to safetensors"),
-    (lambda job: (write("checkpoint/adapter_config.json", "{}")(job), renamed("adapter_model.safetensors")(job)),
-     "checkpoint: holds an adapter | merge it into its base model first"),
-    (tensors(lambda found: found | {NORM: found[NORM].to(torch.int8)}), "tensor ' | stored as I8; only F64, F32"),
-    (without("model.layers.1.mlp.up_proj.weight"), "checkpoint: tensor ' | up_proj.weight' is missing; download"),
-    (tensors(lambda found: found | {"model.layers.2.input_layernorm.weight": found[NORM].clone()}),
-     "model.safetensors: tensor 'model.layers.2. | is not part of this model"),
     (tensors(lambda found: found | {NORM: found[NORM][:-1].clone()}), f"tensor '{NORM}' has shape [ | asks for ["),
-    (index(NORM, "model-2.safetensors"), "index.json: names model-2.safetensors, which is not in | download"),
     (index("model.norm.bias", "weights.safetensors"), "index.json: | holds 'model.norm.bias' | download"),
     (index(NORM, "../model.safetensors"), "index.json: | '../model.safetensors'; a plain *.safetensors file name"),
     (renamed("model-1.safetensors", "model-2.safetensors"), "checkpoint: holds 2 safetensors | no model.safetensors"),
     # --- tokenizer
     (removed("checkpoint/tokenizer.json"), "checkpoint/tokenizer.json: not found | copy it from the original"),
-    (cut("checkpoint/tokenizer.json"), "checkpoint/tokenizer.json: cannot be read as JSON | copy it again"),
     (edit_json("checkpoint/tokenizer_config.json", added_tokens_decoder=["<pad>"]), "checkpoint: | copy them again"),
     # --- files of data
     (keys({"data.source": "rows.jsnl"}), "rows.jsnl: no such file | mean 'rows.jsonl'? | set data.source"),
-    (keys({"data.eval_source": "held_out.jsonl"}), "held_out.jsonl: no such file | set data.eval_source"),
-    (keys({"data.source": "shards/*.jsonl"}), "shards/*.jsonl: no file has this name or matches | data.source"),
-    (keys({"data.source": ["rows.jsonl", "*.jsonl"]}), "rows.jsonl is read twice, by rows.jsonl and | weight: 2"),
     (keys({"data.source": "shards"}, write("shards/a.jsonl", '{"prompt": "a", "response": "b"}\n'), write("shards/b.jsonl", '{"text": "c"}\n')),
      "shards/b.jsonl line 1: has no column 'response' | its columns: text"),
     (keys({"data.source": "rows.pipe.jsonl"}, lambda job: os.mkfifo(job.folder / "rows.pipe.jsonl")),
      "rows.pipe.jsonl: is not a regular file | data.source"),
     (keys({"data.source": "loop.jsonl"}, link("loop.jsonl", "loop.jsonl")), "loop.jsonl: is a link to nowhere"),
-    (keys({"data.source": "rows.xlsx"}, write("rows.xlsx", b"PK\x03\x04")), "rows.xlsx: unknown kind | .json, "),
     (write("rows.jsonl", b""), "rows.jsonl: is empty | give data.source rows to train on"),
     (line(57, lambda text: text[:20]), "rows.jsonl line 57: not valid JSON: | column | fix the line (or set"),
     (keys({"data.source": "rows.csv"}, write("rows.csv", "prompt,response\nWhat?,2\nSay yes, please,yes\n")),
      "rows.csv line 3: has 3 fields, the header has 2 | check quotes and each ','"),
     # --- rows
-    (line(57, lambda text: b'{"prompt": "x"}'), "rows.jsonl line 57: has no column | on_bad_row=skip"),
     (rows(lambda each: dict(zip("qa", each.values(), strict=True))), "rows.jsonl: cannot tell | set data.prompt_"),
     (keys({"data.response_column": "respone"}), "data.response_column: rows.jsonl has no | mean 'response'?"),
     (write("rows.jsonl", PREFERENCE), "holds preferences (columns chosen, | set data.response_column=chosen"),
-    (keys({"data.seq_len": 2}), "rows.jsonl: all 128 rows are masked | data.seq_len=2 | raise data.seq_len"),
     # --- chats
-    (chats(lambda turns: turns.pop()), "rows.jsonl line 1: | no assistant message | on_bad_row=skip"),
-    (chats(chat_template="\n{% for m in messages %}{% end %}"), "data.chat_template: line 2: not a jinja template:"),
-    (chats(chat_template="chatml.jinja"), "data.chat_template: 'chatml.jinja' is neither a jinja template nor"),
+    (keys({"data.chat_template": "chatml.jinja"}), "data.chat_template: 'chatml.jinja' is neither a jinja template nor"),
     # --- the machine, and what other runs left behind
     (keys({"output_dir": "taken"}, write("taken", "mine")), "output_dir: | taken is a file; choose another folder"),
     (keys({"output_dir": "taken/1"}, write("taken", "mine")), "output_dir: | taken is a file; choose another"),
@@ -295,12 +241,9 @@ RUNS: list[tuple[Damage, str]] = [
     (arguments("resume=runs/1/checkpoints/step-00000004"), "resume: runs/1/checkpoints/step-00000004 | auto or none"),
     (lambda job: (write("step-00000004/model-00000.safetensors", "")(job), arguments("resume=step-00000004")(job)),
      "resume: step-00000004: has no manifest.json | give another checkpoint"),
-    (arguments("device=cuda", CUDA_VISIBLE_DEVICES=""), "device: cuda was asked for | set device=cpu or auto"),
     (arguments("compile=block", CXX="/nonexistent/c++"), "compile: needs a C++ compiler | set compile=none"),
     (arguments("precision.kind=int8_rowcol", LPTUNE_KERNELS="cuda"), "LPTUNE_KERNELS='cuda': must be one of torch"),
     (arguments("precision.kind=int8_rowcol", "precision.skip=[lm_haed]"), "precision.skip: 'lm_haed' | 'lm_head'?"),
-    (arguments("precision.kind=int8_rowcol", "precision.skip=[*_proj, lm_head]"),
-     "precision.kind: int8_rowcol would convert no layer | Change precision.skip"),
 ]
 # fmt: on
 
@@ -330,29 +273,6 @@ def test_a_damaged_input_of_a_run_is_one_line(
     damage(job)
     (job.folder / "job.yaml").write_text(yaml.safe_dump(job.values))
     check(words, job.folder, job.run)
-
-
-def asset(name: str, to: str, **data: Any) -> Callable[[Path], Damage]:
-    """A real file in the place of ours."""
-    values = {f"data.{key}": value for key, value in data.items()}
-    return lambda assets: keys(values, lambda job: copyfile(assets / name, job.folder / to))
-
-
-# fmt: off
-REAL: list[tuple[Callable[[Path], Damage], str]] = [
-    (asset("configs/llama3_2_1b.json", "checkpoint/config.json"), "tensor | asks for [128256, 2048] | do not belong"),
-    (asset("tokenizers/gpt2/tokenizer.json", "checkpoint/tokenizer.json"), "vocabulary ends at 1023 | use the"),
-    (asset("data/alpaca_seed_tasks.jsonl", "rows.jsonl"), "column 'instances' holds nested rows | write one row"),
-    (asset("data/dpo_en_demo.json", "dpo.json", source="dpo.json"), "dpo.json: holds preferences | =chosen"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize(("damage", "words"), ids(REAL))
-def test_a_real_file_in_the_wrong_place_is_one_line(
-    working: Path, tmp_path: Path, assets: Path, damage: Callable[[Path], Damage], words: str
-) -> None:
-    test_a_damaged_input_of_a_run_is_one_line(working, tmp_path, damage(assets), words)
 
 
 # ---- command lines
@@ -408,25 +328,21 @@ TINY = "--config llama3_2/1b --preset llama3_2/tiny data.source=builtin data.seq
 COMMANDS: list[tuple[str, str]] = [
     ("chat", "No such command 'chat'; here that is: lptune run generate --config generation model.path=FOLDER"),
     ("rn", "No such command 'rn' | Did you mean 'run' | `lptune --help`"),
-    *((usage, "") for usage in ("--vresion", "cat", "cp full_finetune", "ls more", "validate --recip x", "data")),
+    *((usage, "") for usage in ("--vresion", "cat", "cp full_finetune", "ls more", "keys --recip x", "data")),
     # --- names
     ("cat binary.py", "binary.py: is not text"),
     ("cat ~nobody-here/a", "recipe or config: ~nobody-here/a: there is no such user's home"),
     ("cat pipe", "pipe: is a pipe | give the name or the path of a recipe or config"),
     ("cat /dev/zero", "/dev/zero: is a device or socket | give the name or the path"),
-    ("cat /proc/self/mem", "/proc/self/mem: is not text"),
-    ("cat loop", "loop: is a link | give the name or the path"),
     ("cat dangling", "dangling: no such recipe or config | `lptune ls` shows what there is"),
     (f"run full_finetun {TOY[7:]}", "full_finetun: no such recipe | did you mean 'full_finetune'?"),
     ("run recipes/full_fintune.py --config toy.yaml", "no such recipe | did you mean 'full_finetune'?"),
-    ("run toy.yaml --config other.yaml", "toy.yaml is a config, and RECIPE comes first: lptune run full_finetune"),
     ("run toy.py --config mine.py", "mine.py: is a recipe | give the name or the path of a config"),
     ("run toy.py --config full_finetune", "full_finetune: is a recipe | give the name or the path of a config"),
     ("run toy.py --config lama3_2/1b.yaml", "lama3_2/1b.yaml: no such config | did you mean 'llama3_2/1b'?"),
     ("run toy.py --config zzzzz", "zzzzz: no such config | `lptune ls` shows what there is"),
     ("run toy.py --config /", "/: is a folder | give the name or the path of a config"),
     (f"run {X300} --config quickstart", "recipe: is not a path: a name in it is longer than 255 bytes"),
-    ("ls gemna", "did you mean 'gemma"),
     ("keys precison", "did you mean 'precision'?"),
     ("keys xqzw", "`lptune keys` lists all"),
     ("cp llama3_2/1b b/c.yaml", "b: no such folder | add --parents"),
@@ -440,28 +356,22 @@ COMMANDS: list[tuple[str, str]] = [
     ("run untyped.py --config toy.yaml", "untyped.py: line 1: annotate main's parameter: main(cfg: FinetuneConfig)"),
     ("run int.py --config toy.yaml", "int.py: the annotation 'int' of main's first parameter is not a config class"),
     ("run binary.py --config toy.yaml", "binary.py: is not a Python file"),
-    ("run toy.py --config binary.py", "binary.py: is a recipe"),
     ("validate list.yaml", "list.yaml: must hold `key: value` lines, found a list"),
-    ("validate open.yaml", "open.yaml: line | not valid YAML"),
     ("validate toy.yaml optimzer.lr=1e-4", "argument 'optimzer.lr=1e-4': unknown key | did you mean 'optimizer'?"),
-    ("validate toy.yaml num_steps=1.5", "argument 'num_steps=1.5': num_steps: must be an integer, found 1.5"),
     ("validate toy.yaml precision.kind=int8", "'precision.kind=int8' | of its 12 choices | mean 'int8_rowcol'?"),
-    ("validate toy.yaml precision.kind", "argument 'precision.kind': overrides have the form key=value"),
     ("validate toy.yaml data.eval_fraction=0.1 data.eval_source=builtin", "data.eval_fraction | set one of them"),
     ("validate toy.yaml checkpoint.keep_best=1", "checkpoint.keep_best: needs evaluations | set data.eval_fraction"),
     ("validate toy.yaml data.eval_fraction=0.1 eval_every_steps=4 checkpoint.keep_best=1 checkpoint.every_steps=6",
      "checkpoint.keep_best: uses evaluations | a multiple of eval_every_steps (4)"),
     ("validate full_finetune --config toy.yaml --nnodes 3 --nproc-per-node 5 micro_batch_size=1 global_batch_size=8", "global_batch_size: 8 rows | 15 data ranks"),
     ("plan --config toy.yaml --world-size 6 --nnodes 2", "--world-size: | leave it out"),
-    ("plan --config toy.yaml --nnodes 0", "plan: --nnodes: must be a positive integer, found '0'"),
     ("advise --config toy.yaml --nnodes 2:4", "advise: --nnodes: 2:4 is known where | give a number"),
     ("validate toy.yaml --nproc-per-node gpu", "validate: --nproc-per-node: gpu is known where | give a number"),
     ("validate toy.yaml checkpoint.at_end=false", "checkpoint.at_end: | set export.enabled=false"),
     ("validate toy.yaml output_dir=tiny", "output_dir: tiny would overwrite the model in model.path"),
     ("validate toy.yaml data.seq_len=1000000000000", "micro_batch_size: 4 rows of data.seq_len= | lower one"),
-    ("validate toy.yaml 'model.path=${oc.env:LPTUNE_TEST_NOT_SET}'", "model.path: | 'LPTUNE_TEST_NOT_SET' not found"),
+    ("validate toy.yaml 'data.split=${oc.env:HOME}/m'", "data.split: | may be another key | in a place such as"),
     (f"validate {TUNE} sed=1", "is a config of torchtune | `lptune migrate"),
-    ("validate toy.py --recipe full_dpo --config toy.yaml", "two recipes given, toy.py and full_dpo | leave one out"),
     ("run generate --config generation data.source=x", "unknown key 'data.source' | mean 'prompts.source'?"),
     ("validate full_dpo --config llama3_2/1b_kto data.source=x kto.beta=1", "'preference.beta'? | full_kto has it"),
     # --- launches
@@ -476,7 +386,6 @@ COMMANDS: list[tuple[str, str]] = [
     (f"run --nproc-per-node 0 {TOY}", "run: --nproc-per-node: must be a positive integer, found '0'"),
     (f"run --nproc-per-node two {TOY}", "run: --nproc-per-node: must be a positive integer, found 'two'"),
     (f"run --nproc 2 {TOY}", "run: no such option: --nproc (did you mean '--nproc-per-node'?)"),
-    (f"run --nnodes -1 {TOY}", "run: --nnodes: must be a positive integer, found '-1'"),
     (f"run --nproc-per-node 2 {TOY} sed=1", "argument 'sed=1': unknown key 'sed' | did you mean 'seed'?"),
     (f"run --max-restarts many {TOY}", "--max-restarts | invalid int value: 'many' | `torchrun --help`"),
     (f"run --no-python {TOY}", "run: --no-python and --run-path do not go with a recipe"),
@@ -492,32 +401,21 @@ COMMANDS: list[tuple[str, str]] = [
     (f"run --max-restarts 3 {TOY}", "run: --max-restarts: | --restarts N starts the run again"),
     # --- commands that make folders
     ("new-checkpoint llama3_2/tny new-one", "llama3_2/tny: no such family and size | mean 'llama3_2/tiny'?"),
-    ("new-checkpoint llama3_2 new-one", "llama3_2: no such family and size | did you mean"),
-    ("new-checkpoint llama3_2/tiny file", "file: exists and is not an empty folder; choose another DEST"),
     ("new-checkpoint llama3_2/tiny new-one --vocab-size 100", "'--vocab-size': 100 is not in the range 260<=x"),
-    ("new-checkpoint llama3_2/tiny new-one --dtype int8", "'--dtype': 'int8' is not one of 'float32'"),
-    ("new-checkpoint llama3_2/tiny new-one --text no.txt", "--text no.txt: cannot be read as UTF-8 text"),
-    ("new-checkpoint llama3_2/tiny new-one --text pipe", "--text pipe: cannot be read as UTF-8 text | regular file"),
     ("export new out", "new: the run has no checkpoint yet"),
     ("export nothing out", "nothing: no such checkpoint folder"),
     ("export run out --private", "--private belongs to --push-to-hub"),
-    ("export run out --dtype=int8", "'int8' is not one of"),
     ("export run out --push-to-hub=a/b/c", "--push-to-hub a/b/c: is not a repository id; give OWNER/NAME"),
-    ("verify no", "no: no such folder"),
     ("verify file", "file: is a file; give its folder"),
     ("verify new", "new: the run has neither a checkpoint nor an export yet"),
     ("verify empty", "empty: is not a checkpoint, a Hugging Face folder or a run's folder"),
     ("download 'not a repo'", "not a repo: is not a repository id; give OWNER/NAME"),
     ("download owner/name --output-dir file", "file: is | choose another --output-dir"),
     ("download owner/name --output-dir dangling", "dangling: is a link to nowhere; choose another --output-dir"),
-    ("download owner/name --output-dir loop", "loop: is a link to nowhere; choose another --output-dir"),
-    ("download owner/name --output-dir full", "full: is not empty, and no download lies there; choose another"),
     ("download owner/name --token s3cret", "--token"),
     ("download owner/name --ignore-patterns x", "only safetensors, JSON and tokenizer files are fetched"),
     # --- plan, advise, data
     ("plan --config llama3_1/70b --world-size 512", "global_batch_size: 64 rows | 512 data ranks"),
-    ("plan --config llama3_2/1b --world-size 0", "--world-size"),
-    ("plan --config llama3_2/1b --world-size 7 parallel.tensor=2", "tensor=2 needs a multiple of 2"),
     ("plan --config llama3_2/1b --world-size 8 parallel.replicate=3", "a multiple of 3 ranks, found 8"),
     (
         "plan --config llama3_2/1b --world-size 2 parallel.replicate=2 parallel.reduce_dtype=int8",
@@ -532,11 +430,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan --config mine.yaml", "model.path: here is not there | name the model with --preset"),
     ("advise", "advise: --config is required: lptune advise --config CONFIG"),
     ("advise --config mine.yaml", "model.path: here is not there | name the model with --preset"),
-    ("advise --config llama3_2/1b --device h101", "--device: unknown device 'h101'"),
     (f"advise {TINY} --kind float8_rowwise", "--kind: this CPU | only emulate it; it runs int8_rowcol"),
     (f"advise {TINY} --device a100 --kind float8_rowwise", "--kind: there is no prediction"),
-    (f"advise {TINY} --kind int9", "--kind"),
-    (f"advise {TINY} --seconds 0", "--seconds"),
     (f"advise {TINY} --world-size 3", "global_batch_size"),
     (f"advise {TINY} --quality", "--quality: measures the model in model.path; leave --preset out"),
     ("advise --config mine.yaml --quality", "rows.jsonl: no such file; set data.source"),
@@ -553,7 +448,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("report nowhere", "nowhere: no such folder"),
     ("report file", "file: is a file; give the folder"),
     (f"report {X300}", "RUN...: is not a path: a name in it is longer than 255 bytes"),
-    (f"diff a {X300}", "B: is not a path"),
     ("report empty", "empty: is not a run's folder"),
     ("report loop", "loop"),
     ("report bad", "none of its 2 lines is a row of metrics"),
@@ -564,14 +458,12 @@ COMMANDS: list[tuple[str, str]] = [
     ("report a --reference nowhere", "nowhere: no such folder"),
     ("diff a nowhere", "nowhere"),
     ("diff empty a", "empty: is not a run's folder"),
-    ("diff loop loop", "loop"),
     ("diff a open.yaml", "open.yaml"),
     # --- sweeps
     ("sweep --config toy.yaml optimizer.lr=1e-3,-1", "argument 'optimizer.lr=-1'"),
     ("sweep --config toy.yaml precision.kind=none,int9", "'int9' is not one of"),
     ("sweep --config toy.yaml optimizer.lr=1e-3,0.001", "lr=1e-3 and lr=0.001 are the same"),
     ("sweep --config toy.yaml sed=1,2", "unknown key 'sed'"),
-    ("sweep --config toy.yaml --nproc-per-node 0 seed=1,2", "must be a positive integer, found '0'"),
     ("sweep --config toy.yaml full_finetune data.source=builtin,no.jsonl", "no.jsonl: no such file"),
     ("sweep --config toy.yaml seed=1,2 --output-dir file", "file: is a file, where a folder is needed"),
     ("sweep --config toy.yaml --nnodes 2 seed=1,2", "add --slurm"),

@@ -28,17 +28,10 @@ from tests.helpers.slow import slow_but
 CONFIGS = catalog.configs()
 RECIPES = {name: catalog.recipe_of(path) for name, path in CONFIGS.items()}
 ROOT = Path(__file__).parents[2]
-SIZES = {
-    "llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "llama3_3/70b", "qwen2_5/0.5b",
-    "qwen2_5/1.5b", "qwen2_5/3b", "qwen2_5/7b", "qwen2_5/14b", "qwen2_5/32b", "qwen3/0.6b", "qwen3/1.7b",
-    "qwen3/4b", "qwen3/8b", "qwen3/14b", "qwen3/32b", "mistral/7b", "gemma2/2b", "gemma2/9b", "gemma3/270m",
-    "gemma3/1b", "phi4/mini", "phi4/14b", "olmo2/7b", "smollm3/3b", "granite3/2b",
-    "qwen3_moe/30b", "gpt_oss/20b", "olmo3/7b", "olmo3/32b", "ministral3/3b", "ministral3/8b",
-    "glm4_moe/air", "qwen3_5/0.8b", "gemma4/26b", "gemma4/31b",
-}  # fmt: skip
-
 OF_MEMORY = {name for name in CONFIGS if re.search(r"_\d+gb$", name)}
 """FAMILY/SIZE_MEMORY, for one GPU: `llama3_2/3b_48gb`."""
+SIZES = {name for name in CONFIGS if "/" in name and RECIPES[name] == "full_finetune"} - OF_MEMORY
+"""FAMILY/SIZE: `llama3_2/1b`."""
 OF_RECIPES = {name for name in CONFIGS if RECIPES[name] != "full_finetune" and "/" in name}
 """FAMILY/SIZE_SUFFIX of another recipe: `llama3_2/1b_distill`."""
 SHOWN = {
@@ -64,9 +57,7 @@ def commands(text: str) -> list[list[str]]:
     ]
 
 
-def test_every_size_has_one_config_and_every_yaml_is_found() -> None:
-    assert {name for name in CONFIGS if "/" in name and RECIPES[name] == "full_finetune"} == SIZES | OF_MEMORY
-    assert OF_MEMORY
+def test_every_yaml_is_found() -> None:
     assert set(CONFIGS.values()) == set((ROOT / "configs").rglob("*.y*ml"))
 
 

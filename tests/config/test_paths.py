@@ -13,7 +13,6 @@ from lptune.config import (
     FinetuneConfig,
     ModelConfig,
     SourceConfig,
-    check_given_files_stay,
     check_inputs_stay,
     data_files,
 )
@@ -104,17 +103,3 @@ def test_a_pattern_reaches_as_deep_as_the_reader_of_the_data_does(
     with pytest.raises(UserError, match=r"overwrite data/runs/r1/metrics\.jsonl, which data\.source"):
         check_inputs_stay(_config("model", "data/runs/r1", source))
     check_inputs_stay(_config("model", "runs/r2", source))
-
-
-def test_a_config_or_recipe_that_the_run_would_remove_is_refused_and_its_own_config_is_not(
-    tmp_path: Path,
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    cfg = _config("model", run)
-    for name in (*PARTIAL, *(f"{folder}/c.yaml" for folder in RUN_FOLDERS)):
-        with pytest.raises(UserError, match=rf"would overwrite .*{name}; move that file away"):
-            check_given_files_stay(cfg, [tmp_path / "recipe.py", run / name])
-    check_given_files_stay(cfg, [run / "config.yaml", run / "mine.yaml", tmp_path / "c.yaml"])
-    (tmp_path / "loop").symlink_to("loop")
-    check_given_files_stay(_config("model", tmp_path / "loop"), [tmp_path / "c.yaml"])

@@ -1,13 +1,11 @@
 """The keys that recipes add, and the names of sources in metrics."""
 
 import string
-from pathlib import Path
 
 import pytest
 
 from lptune.base.errors import UserError
-from lptune.config import DataConfig, ModelConfig, PretrainConfig, SourceConfig, load_config
-from tests.config.test_load import BASE
+from lptune.config import DataConfig, ModelConfig, PretrainConfig, SourceConfig
 
 
 def pretrain(*sources: str | SourceConfig, **keys: object) -> PretrainConfig:
@@ -48,13 +46,3 @@ def test_a_name_that_metrics_cannot_have_is_one_line() -> None:
             pretrain(SourceConfig(source="a.txt", name=name))
     with pytest.raises(UserError, match="two entries have the name 'a'"):
         pretrain(SourceConfig(source="a.txt", name="a"), SourceConfig(source="b.txt", name="a"))
-
-
-def test_names_hold_no_value_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LPTUNE_TEST_SECRET", "s3cret")
-    path = tmp_path / "c.yaml"
-    path.write_text(BASE, encoding="utf-8")
-    override = "data.source=['${oc.env:LPTUNE_TEST_SECRET}', b.txt]"
-    cfg = load_config(PretrainConfig, path, [override])
-    assert cfg.data.sources[0].source == "s3cret"
-    assert cfg.source_names == ("oc.env_LPTUNE_TEST_SECRET", "b")

@@ -15,6 +15,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,7 +25,7 @@ from lptune.cli import catalog, recipe
 from lptune.cli.main import cli
 from lptune.launch import flags
 from tests.helpers.commands import COMMANDS
-from tests.helpers.docs_pages import PAGES, ROOT, Command, commands
+from tests.helpers.docs_pages import PAGES, ROOT, Command, anchors, commands
 from tests.helpers.each import holds_for_each
 
 NOT_OURS = {
@@ -47,6 +48,9 @@ EXECUTED = ("ls", "cat", "cp", "validate", "keys")
 PLACEHOLDERS = {
     "CONFIG": "llama3_2/1b", "RECIPE": "full_finetune", "FAMILY/SIZE": "llama3_2/tiny", "OWNER/NAME": "o/n",
 }  # fmt: skip
+AS_THE_GROUP: Any = {"help_option_names": cli.context_settings["help_option_names"]}
+"""A command keeps the help option of the first context that asks for it; one without `-h` would leave other
+tests of this process without it."""
 ALL = [each for page in PAGES for each in commands(page)]
 
 
@@ -120,7 +124,7 @@ def check_arguments(name: str, arguments: list[str], keys_may_miss: bool) -> Non
     """Lets click parse them; with a config, loads it with the keys."""
     command = COMMANDS[name]
     try:
-        context = command.make_context(name, list(arguments))
+        context = command.make_context(name, list(arguments), **AS_THE_GROUP)
     except click.exceptions.Exit as done:  # --help
         if done.exit_code:
             raise
@@ -208,14 +212,29 @@ def test_the_check_of_commands_names_each_that_is_wrong(check: Callable[[Command
 def test_the_pages_have_about_as_many_commands_as_we_think() -> None:
     counted = Counter(each.name for each in ALL)
     assert counted["lptune"] > 120
-    assert set(counted) - set(NOT_OURS) <= {
-        "lptune",
-        "make",
-        "python",
-        "python3",
-        "pytest",
-        "torchrun",
-        "bash",
-    }
     unused = set(NOT_OURS) - set(counted) - {"cd", "echo", "export", "git", "hf", "docker"}
     assert not unused, unused
+
+
+def test_every_command_has_its_line_and_an_example_on_the_page_of_commands() -> None:
+    page = ROOT / "docs" / "commands.md"
+    text = page.read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[`([\w-]+)`\]\(#([\w-]+)\) \|", text, re.MULTILINE)
+    names = [name for name, _ in listed]
+    assert names == sorted(names)
+    assert COMMANDS.keys() <= set(names)
+    examples = {each.words[1] for each in commands(page) if each.name == "lptune" and not each.inline}
+    assert COMMANDS.keys() <= examples | {"completion"}
+    assert {place for _, place in listed} <= anchors(page)
+
+
+def test_the_help_of_each_command_is_clean_at_80_columns() -> None:
+    def check(name: str) -> None:
+        command = COMMANDS[name]
+        context = click.Context(
+            command, info_name=name, terminal_width=80, max_content_width=80, **AS_THE_GROUP
+        )
+        assert max(map(len, command.get_help(context).splitlines())) <= 80
+        assert len(command.get_short_help_str(200)) > 20
+
+    holds_for_each(COMMANDS, check)

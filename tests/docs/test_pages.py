@@ -13,14 +13,6 @@ from tests.helpers.docs_pages import EVERY_PAGE, PAGES, ROOT, Block, anchors, bl
 from tests.helpers.each import holds_for_each
 
 DOCS = ROOT / "docs"
-FIRST_QUESTIONS = {
-    "precision": "choose_precision.md",
-    "fit": "plan.md",
-    "resume": "resume.md",
-    "serve": "export.md",
-    "error": "troubleshooting.md",
-    "begin": "tour.md",
-}
 VALUE = "…"
 
 
@@ -84,20 +76,6 @@ def test_the_page_about_precision_names_every_kind_and_every_generation_of_gpus(
     assert not [kind for kind in PRECISION_KINDS if f"`{kind}`" not in text]
     assert {device.capability[0] for device in devices.DEVICES} <= {8, 9, 10, 12}
     assert not [name for name in ("Ampere", "Ada", "Hopper", "Blackwell") if name not in text]
-
-
-def test_a_figure_on_the_page_about_precision_says_where_it_comes_from() -> None:
-    text = (DOCS / "choose_precision.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("|") and re.search(r"\d\.\d", line)]
-    assert len(rows) >= 8
-    words = ("measured", "published", "predicted", "data sheets", "by a formula", "torch 2.")
-    assert not [row for row in rows if not any(word in row for word in words)]
-
-
-def test_the_first_screen_of_the_index_answers_the_first_questions() -> None:
-    screen = (DOCS / "README.md").read_text(encoding="utf-8").splitlines()[:16]
-    for word, page in FIRST_QUESTIONS.items():
-        assert any(word in line and f"({page}" in line for line in screen), word
 
 
 def test_the_menu_of_the_site_has_every_page_once() -> None:

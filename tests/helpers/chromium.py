@@ -3,7 +3,6 @@
 Messages are JSON with a zero byte at their end, on the descriptors 3 (to the browser) and 4 (from it).
 """
 
-import base64
 import json
 import os
 import select
@@ -80,13 +79,6 @@ class Page:
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key]
             )
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Writes a PNG of the page; whole: also of what is below the screen."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        extra = {"captureBeyondViewport": True, "clip": clip} if whole else {}
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png", **extra)["data"]))
 
     def wait_for(self, event: str) -> None:
         """Reads on until the browser reports an event."""

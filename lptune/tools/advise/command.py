@@ -18,7 +18,7 @@ from lptune.config import (
     RunConfig,
     check_sources,
 )
-from lptune.hardware.devices import Device, known_device, named_device
+from lptune.hardware.devices import gpu_here, named_device
 
 if TYPE_CHECKING:
     from lptune.tools.advise.from_times import Advice
@@ -97,7 +97,7 @@ def advise(
         from lptune.tools.advise.report import Setting, source_text
     if step is None:
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
-    here = _gpu_here() if cfg.device != "cpu" else None
+    here = gpu_here() if cfg.device != "cpu" else None
     setting = Setting(
         config=config_name,
         model=model_name,
@@ -120,17 +120,6 @@ def advise(
         why = source_text(advice, setting, how)
         new_config.write(write, loaded, model_name, _changes(cfg, advice), why)
         click.echo(f"written: {write}")
-
-
-def _gpu_here() -> Device | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    from lptune.hardware.devices import unknown_device
-
-    here = torch.cuda.get_device_properties()
-    return known_device(here.name) or unknown_device(here.name, here.total_memory, (here.major, here.minor))
 
 
 def _cpu_name() -> str:

@@ -38,11 +38,11 @@ def _side(key: str, name: str) -> "Side":
     folder = Path(name).expanduser()
     if folder.is_dir():
         return side_of_run(folder)
-    from lptune.config import as_written
+    from lptune.config import to_dict
     from lptune.tools.report.run import flat
 
     path = catalog.find_config(name)
-    return Side(name, flat(as_written(_load(path))))
+    return Side(name, flat(to_dict(_load(path))))
 
 
 def _load(path: Path) -> object:

@@ -96,7 +96,7 @@ def _check_kind(draft: Draft) -> None:
 
 
 def _resolved(draft: Draft, value: Any) -> Any:
-    """`value` with `${key}` replaced by the value of that key; `${oc.env:…}` stays, since lptune reads it."""
+    """`value` with `${key}` replaced by the value of that key; `${oc.env:…}` stays, unread."""
     if isinstance(value, Mapping):
         return {str(name): _resolved(draft, each) for name, each in value.items()}
     if isinstance(value, list):

@@ -21,7 +21,7 @@ from lptune.base.errors import UserError
 from lptune.base.files import Lock, kind_of, write_errors, write_text
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.places import PathArgument, check_above
-from lptune.config import RunConfig, check_given_files_stay
+from lptune.config import RunConfig
 from lptune.launch import bound, flags, launcher, preemption
 from lptune.launch.outcome import ERROR_LINE
 
@@ -167,7 +167,6 @@ def _check(
     cfg = recipe.load(recipe_path, config_path, overrides)
     if not isinstance(cfg, RunConfig):
         raise UserError(f"sweep: {recipe_path.stem} trains nothing; a sweep is for recipes that train")
-    check_given_files_stay(cfg, (config_path, recipe_path))
     if recipe_path in catalog.recipes().values():
         preflight.check(cfg, *ranks, here=here)
     return digest(to_yaml(cfg))
