@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from lptune import linear, models
 from lptune.base.errors import UserError
-from lptune.base.text import size_text, with_addresses
-from lptune.config import OPTIMIZER_KINDS, PRECISION_KINDS, RunConfig
+from lptune.base.text import size_text
+from lptune.config import OPTIMIZER_KINDS, PRECISION_KINDS, OptimizerConfig, RunConfig
 from lptune.hardware.devices import Device
 from lptune.plan import memory
 from lptune.plan.dry_run import DryRun, dry_run
@@ -35,13 +35,14 @@ _RANKS, _OFFLOAD = "--world-size", "parallel.cpu_offload"
 _IN_BACKWARD, _MOMENTS = "optimizer.in_backward", "optimizer.cpu_offload"
 _RESHARD, _EVERY = "parallel.reshard_after_forward", "parallel.reduce_every_micro_batch"
 
-_MEASURED = {
-    ("adamw_bf16", "float32"),
-    ("adamw_8bit", "float32"),
-    ("adamw", "none"),
-    ("adamw_8bit", "none"),
+MEASURED_COSTS = {
+    ("adamw_bf16", "float32"): ("-0.0001 ± 0.0003", 2.8),
+    ("adamw_8bit", "float32"): ("-0.0009 ± 0.0002", 10.8),
+    ("adamw", "none"): ("+0.0007 ± 0.0013", None),
+    ("adamw_8bit", "none"): ("0.0000 ± 0.0012", None),
 }
-"""optimizer.kind and optimizer.master that were tried together (docs/optimizers.md)."""
+"""optimizer.kind, optimizer.master -> by how much the held-out loss differs from that of `adamw`, and how
+many times as long an update takes on one CPU core, if that was measured (docs/optimizers.md)."""
 
 Remedy = dict[str, bool | int | str]
 """Changes that save memory: keys of a config (and _RANKS) with values."""
@@ -93,12 +94,11 @@ class Tried:
 
     @property
     def line(self) -> str:
-        """What a user types, the peak, and where its cost is told."""
+        """What a user types, the peak, and what is known of its cost."""
         peak, host = size_text(self.found.peak_bytes), self.found.host_bytes
         host_text = f" and {size_text(host)} of host memory" if host else ""
         is_other = bool(self.change.keys() & {"optimizer.kind", "optimizer.master"})
-        cost = with_addresses(" (its cost: docs/optimizers.md)") if is_other else ""
-        end = f"{'fits' if self.fits else 'does not fit'}{cost}"
+        end = ("fits" if self.fits else "does not fit") + f" ({_cost(self.cfg.optimizer)})" * is_other
         if self.fits and self.changes_rows:
             rows = "1 row" if self.cfg.global_batch_size == 1 else f"{self.cfg.global_batch_size} rows"
             end += f"; a step has {rows} and not {self.rows_before}: that trains differently"
@@ -289,7 +289,7 @@ def _needs_more(change: Remedy) -> bool:
 def _is_measured(change: Remedy) -> bool:
     """False for another optimizer.kind and optimizer.master that nobody tried together."""
     both = change.get("optimizer.kind"), change.get("optimizer.master")
-    return None in both or both in _MEASURED
+    return None in both or both in MEASURED_COSTS
 
 
 def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
@@ -363,3 +363,10 @@ def _changed(cfg: RunConfig, change: Remedy, num_ranks: int) -> RunConfig:
         return changed
     rows = changed.micro_batch_size * (num_ranks // changed.parallel.tensor)
     return dataclasses.replace(changed, global_batch_size=rows)
+
+
+def _cost(optimizer: OptimizerConfig) -> str:
+    """What was measured of it against AdamW in float32."""
+    loss, times = MEASURED_COSTS.get((optimizer.kind, optimizer.master), ("not measured", None))
+    update = f", update {times} times as long on a CPU" if times else ""
+    return f"held-out loss against adamw, on a model of 0.66 M parameters: {loss}{update}"
