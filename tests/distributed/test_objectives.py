@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, models
 from lptune.config import ParallelConfig
+from lptune.distributed import record_collectives
 from lptune.distributed.activation_collectives import Group, RankWords
 from lptune.distributed.compilation import compile_chunk_loss
 from lptune.models import TopKDivergence, WeightedSum, chunks
@@ -41,18 +41,6 @@ class _PartOfTheLogits(nn.Module):
         return logits_TV[:, self.words.first : self.words.first + self.words.width]
 
 
-class _AllReduces(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops._c10d_functional.all_reduce.default
-        return func(*args, **(kwargs or {}))
-
-
 def _cases(num_tokens: int = T) -> dict[str, models.Objective]:
     _, _, teacher_TV = one_rank.inputs()
     teacher_TV = teacher_TV[:num_tokens]
@@ -73,16 +61,18 @@ def _objectives_of_parts(rank: int, num_ranks: int) -> dict[str, Tensor]:
                 leaf_TV = logits_TV.detach()[:num_tokens].requires_grad_()
                 of_chunk = functools.partial(one_rank.chunk_loss(V), head, objective)
                 tensors = [leaf_TV, labels_T[:num_tokens], *objective.targets]
-                with _AllReduces() as forward:
+                with record_collectives() as forward:
                     parameters = () if is_number(objective) else None  # the head has none
                     found = in_chunks(of_chunk, tensors, V, max_logits=max_logits, parameters=parameters)
-                with _AllReduces() as backward:
+                with record_collectives() as backward:
                     (gradient_TV,) = torch.autograd.grad(found.sum(), leaf_TV)
                 # The gradient of another rank's words is zero here.
                 torch.distributed.all_reduce(gradient_TV)
                 key = f"{name}, {num_tokens} tokens, {max_logits}"
                 results[key], results[f"{key}: gradient"] = found.detach(), gradient_TV
-                results[f"{key}: all-reduces"] = torch.tensor([forward.count, backward.count])
+                results[f"{key}: all-reduces"] = torch.tensor(
+                    [each.num_calls(operation="all_reduce") for each in (forward, backward)]
+                )
     return results
 
 
