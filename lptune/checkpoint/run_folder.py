@@ -44,7 +44,6 @@ from lptune.base.files import (
     HeldFolder,
     Lock,
     LongLineError,
-    is_within,
     kind_of,
     lines_of,
     object_of,
@@ -237,7 +236,8 @@ class RunFolder:
 
     def _is_own(self, resumed: Manifest) -> bool:
         """Whether the checkpoint is in this folder, also by a link in it or a link to it."""
-        return any(is_within(path, self.checkpoints) for path in (resumed.folder.parent, resumed.folder))
+        place = self.checkpoints.resolve()
+        return place in (resumed.folder.resolve().parent, resumed.folder.parent.resolve())
 
     def _set_aside_results(self, say: Callable[[str], None]) -> None:
         """Renames files and folders that this run would overwrite, if it does not continue from here. Empty
