@@ -15,7 +15,7 @@ from lptune.checkpoint.resume import (
     find_checkpoint,
     newest_verified,
 )
-from lptune.checkpoint.run import Run, RunWriter, open_run
+from lptune.checkpoint.run import Run, open_run
 from lptune.checkpoint.run_folder import RunFolder, open_run_folder
 from lptune.checkpoint.save import CheckpointWriter, wait_for_copy
 from lptune.checkpoint.state import About, RunState, read_state
@@ -31,7 +31,6 @@ __all__ = [
     "Run",
     "RunFolder",
     "RunState",
-    "RunWriter",
     "Trained",
     "causes_of_change",
     "check_fingerprint",

@@ -98,17 +98,20 @@ class RunFolder:
         """The numbers of the model before training, which a preference loss needs (reference.py)."""
         return self.path / "reference.safetensors"
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block of work in the folder, most of it the main rank's. After it all ranks go on, or all raise
-        the UserError of the first rank that failed. A collective.
+    def on_main(self, work: Callable[[], int | None]) -> int:
+        """Has the main rank do `work` in the folder. After it all ranks go on with what it returned, since
+        others may see an older state of a network folder, or all raise its UserError. A collective.
         """
-        with side_group(self._world) as group, group.together((UserError,), str), _errors_of(self.path):
-            yield
+        found = 0
+        with side_group(self._world) as group:
+            with group.together((UserError,), str), _errors_of(self.path):
+                if self._world.is_main:
+                    self.check_held()
+                    found = int(work() or 0)
+            return group.of_main(found)
 
     def write_config(self, cfg: Any) -> None:
         """Writes config.yaml with every key, so that it stays the same config if defaults change."""
-        self.check_held()
         write_text(self.path / "config.yaml", to_yaml(cfg))
 
     def write_plan(self, plan: dict[str, Any]) -> None:
@@ -137,22 +140,13 @@ class RunFolder:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the metrics have an eval_loss for `step`, as the main rank reads them. A collective."""
-        found = False
-        with self.together():
-            if self._world.is_main:
-                found = step in evaluations(self.metrics)
-        return self._world.sum(found) > 0
+        return bool(self.on_main(lambda: step in evaluations(self.metrics)))
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
-        """Whether export/ has the weights of `step`, as the main rank reads it: other ranks may see an older
-        state of a network folder. Raises UserError if it has them with other settings than `cfg`, or if
-        export.json cannot be read. A collective.
+        """Whether export/ has the weights of `step`, as the main rank reads it. Raises UserError if it has
+        them with other settings than `cfg`, or if export.json cannot be read. A collective.
         """
-        found = False
-        with self.together():
-            if self._world.is_main:
-                found = self._holds_export(step, cfg)
-        return self._world.sum(found) > 0
+        return bool(self.on_main(lambda: self._holds_export(step, cfg)))
 
     def _holds_export(self, step: int, cfg: ExportConfig) -> bool:
         path = self.path / "export.json"
@@ -171,7 +165,6 @@ class RunFolder:
 
     def write_exported(self, step: int, cfg: ExportConfig) -> None:
         """Writes export.json, which says that export/ has the weights of `step`, with the settings `cfg`."""
-        self.check_held()
         write_json(self.path / "export.json", {"step": step, **_form(cfg)})
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
@@ -181,9 +174,7 @@ class RunFolder:
         later steps are set aside or removed; else all results are renamed. say: gets a line for each rename.
         Raises UserError if the folder cannot be made or another run has locked it.
         """
-        with self.together():
-            if self._world.is_main:
-                self._create(resumed, say)
+        self.on_main(lambda: self._create(resumed, say))
         check_shared("output_dir", self.path, self._world)
         launch.keep_log(self.path / "logs")
 
@@ -191,15 +182,16 @@ class RunFolder:
         """Makes and locks the folder before `create`, for a checkpoint that is fetched into it. Without other
         checkpoints there, results are renamed. Arguments and errors: as of `create`. A collective.
         """
-        with self.together():
-            if self._world.is_main:
-                self._take()
-                if not list_checkpoints(self.checkpoints):
-                    self._set_aside_results(say)
+
+        def take() -> None:
+            self._take()
+            if not list_checkpoints(self.checkpoints):
+                self._set_aside_results(say)
+
+        self.on_main(take)
         check_shared("output_dir", self.path, self._world)
 
     def _take(self) -> None:
-        self.check_held()
         if self._held is None:
             self._make()
         if self._lock is None:
@@ -307,9 +299,6 @@ class RunFolder:
     def _check_parts(self) -> None:
         """Raises UserError if a file or folder of a run has the wrong type, or may not be written to."""
         parts = [(self.path / name, "a file" if name in RUN_FILES else "a folder") for name in _PARTS]
-        # A file with the name of a future checkpoint would make a save fail, and lose what was trained.
-        steps = self.checkpoints.glob("step-" + 8 * "[0-9]")
-        parts += [(path, "a folder") for path in steps if not path.is_dir()]
         for path, wanted in parts:
             if (found := kind_of(path)) not in ("", wanted):
                 other = "; output_dir itself may be a link" if found == "a link" else ""
@@ -375,15 +364,17 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
     check_one_config(cfg, world)
+
+    def check() -> None:
+        check_inputs_stay(cfg)
+        run.check(cfg.resume)
+        if run.path.is_dir():
+            run.hold()
+        if run.is_a_run():
+            run.lock()
+
     try:
-        with run.together():
-            if world.is_main:
-                check_inputs_stay(cfg)
-                run.check(cfg.resume)
-                if run.path.is_dir():
-                    run.hold()
-                if run.is_a_run():
-                    run.lock()
+        run.on_main(check)
         if any(world.gather(run.path.is_dir())):
             check_shared("output_dir", run.path, world)
         with _errors_of(run.path):

@@ -22,6 +22,7 @@ this rank. An error is raised by the next `check`, which the loop calls in every
 """
 
 import math
+import os
 import shutil
 import threading
 import time
@@ -340,7 +341,7 @@ class CheckpointWriter:
         files["state.json"] = describe_file(partial / "state.json")
         write_manifest(partial, job.step, self._world.size, files, shards)
         final = self._folder / step_folder_name(job.step)
-        if final.exists():  # a published checkpoint is never overwritten
+        if os.path.lexists(final):  # a published checkpoint is never overwritten
             set_aside(final)
         publish_folder(partial, final)
 

@@ -5,7 +5,7 @@ Nothing in lptune/checkpoint knows the states of these optimizers, nor their nam
 
 import gc
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +165,6 @@ def _resume_and_save(rank: int, num_ranks: int, source: str, folder: str, name: 
         save(Path(folder), 2, model, optimizer, world)
         _train(model, optimizer, 2, 3)
         save(Path(folder), 3, model, optimizer, world)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
