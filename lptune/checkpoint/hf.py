@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lptune import models
 from lptune.base.errors import UserError
-from lptune.checkpoint.adapter import equal_values, match_tensors, read_piece
-from lptune.checkpoint.dequantize import read_box
+from lptune.checkpoint.adapter import equal_values, match_tensors, read_box, read_piece
 from lptune.distributed import World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index

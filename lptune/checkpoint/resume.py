@@ -97,18 +97,14 @@ def newest_verified(
     group: all its ranks call this; None: this process alone.
     """
     group = group or SideGroup()
-    is_main = group.rank == 0
-    steps = [step_of(path) for path in list_checkpoints(folder)] if is_main else []
-    # The main rank's list counts. Other ranks may see an older state of a network folder.
-    num_found = group.of_main(len(steps))
-    for number in range(num_found):
-        step = group.of_main(steps[number] if is_main else 0)
+    steps = group.all_of_main([step_of(path) for path in list_checkpoints(folder)])
+    for step in steps:
         try:
             return verify(folder / step_folder_name(step), group)
         except UserError as error:
             warn(f"warning: checkpoint passed over: {error}")
-    if num_found:
-        raise UserError(f"{folder}: none of its {num_found} checkpoints is intact")
+    if steps:
+        raise UserError(f"{folder}: none of its {len(steps)} checkpoints is intact")
     return None
 
 
