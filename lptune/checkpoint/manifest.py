@@ -277,7 +277,7 @@ def _seal(body: bytes) -> str:
 def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
     """Makes a Manifest of the JSON object `content`. Raises ValueError that names the first wrong value."""
     step, world_size = (_integer(content, key, minimum) for key, minimum in (("step", 0), ("world_size", 1)))
-    files, listed = _table(content, "files"), _table(content, "shards")
+    files, listed = (_object(content.get(key), key) for key in ("files", "shards"))
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"files: {name!r} cannot be the name of a checkpoint's file")
@@ -286,12 +286,11 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"files: {name}: sha256: expected 64 hex digits, found {entry.get('sha256')!r}")
     if "state.json" not in files:
         raise ValueError("files: state.json is missing")
-    has_boxes = content["version"] == _BOXES
     shards, tensor_files = {}, {name for name in files if name.endswith(".safetensors")}
     for name, parts in listed.items():
         if not isinstance(parts, list) or not parts:
             raise ValueError(f"shards: {name!r}: expected a list of parts, found {parts!r:.60}")
-        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name, has_boxes) for part in parts]
+        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name) for part in parts]
         unknown = [part.file for part in shards[name] if part.file not in tensor_files]
         if unknown:
             raise ValueError(f"shards: {name!r}: is in {unknown[0]!r}, which `files` does not list")
@@ -303,7 +302,7 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
 _LEAST = (("start", 0), ("rows", 1), ("column", 0), ("columns", 1), ("at", 0))
 
 
-def _shard(part: Mapping[str, Any], name: str, has_boxes: bool) -> Shard:
+def _shard(part: Mapping[str, Any], name: str) -> Shard:
     where = f"shards: {name!r}: "
     if not isinstance(part.get("file"), str):
         raise ValueError(f"{where}file: expected a name, found {part.get('file')!r:.60}")
@@ -312,8 +311,8 @@ def _shard(part: Mapping[str, Any], name: str, has_boxes: bool) -> Shard:
     if "beyond" not in part:
         return shard
     beyond = part["beyond"]
-    if not isinstance(beyond, list) or len(beyond) > (_MAX_BEYOND if has_boxes else 0):
-        what = f"a list of at most {_MAX_BEYOND} dimensions" if has_boxes else f"none before version {_BOXES}"
+    if not isinstance(beyond, list) or len(beyond) > _MAX_BEYOND:
+        what = f"a list of at most {_MAX_BEYOND} dimensions"
         raise ValueError(f"{where}beyond: expected {what}, found {beyond!r:.60}")
     for each in beyond:
         if not isinstance(each, list) or len(each) != 2:
@@ -321,10 +320,6 @@ def _shard(part: Mapping[str, Any], name: str, has_boxes: bool) -> Shard:
         for i in range(2):
             _integer({"beyond": each[i]}, "beyond", i, where)
     return shard._replace(beyond=tuple((first, number) for first, number in beyond))
-
-
-def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return _object(content.get(key), key)
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

@@ -455,13 +455,11 @@ STATES: dict[str, Callable[[Path], object]] = {
     "in another file": _set("shards", "w", 0, "file", to="model-00001.safetensors"),
     "in no file": _set("shards", "w", 0, "file", to="x.safetensors"),
     "in state.json": _set("shards", "w", 0, "file", to="state.json"),
-    "boxes in version 3": _set("shards", "w", 0, "beyond", to=[[0, 1]]),
     "boxes of a matrix": _after(
         _set("version", to=4),
         _set("shards", "w", 0, "beyond", to=[[0, 1]]),
         _set("shards", "w", 1, "beyond", to=[[0, 1]]),
     ),
-    "boxes called version 3": _after(cut_in_a_third_dimension, _set("version", to=3)),
     "box gone": _after(cut_in_a_third_dimension, _pop("shards", "w", 1, "beyond")),
     "boxes gone": _after(
         cut_in_a_third_dimension, _pop("shards", "w", 0, "beyond"), _pop("shards", "w", 1, "beyond")
