@@ -58,8 +58,8 @@ from lptune.checkpoint.stored import (
     as_shards,
     beside_parameters_of,
     check_names,
-    further,
     listing,
+    named,
     parameters_of,
     state_of,
 )
@@ -215,7 +215,7 @@ class CheckpointWriter:
 
     def _contents(self, tensors: Mapping[str, Tensor], num_updates: int) -> dict[str, list["_Part"]]:
         """By file name: the parts that this rank writes into the file."""
-        beside = further(self._model, tensors)
+        beside = named(self._model, tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
             "optimizer": state_of(self._model, self._optimizer, num_updates),

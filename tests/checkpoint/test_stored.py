@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
 from lptune.checkpoint.files import save_tensors
-from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
+from lptune.checkpoint.stored import Stored, as_shards, named, parameters_of
 from lptune.config import CheckpointConfig, ParallelConfig
 from lptune.distributed import World, local_pieces, on_this_rank, whole_piece, zeros_by_rows
 from lptune.distributed.tensor_parallel import cut
@@ -320,8 +320,8 @@ def _fused_average(rank: int, num_ranks: int) -> None:
         assert world.tensor_mesh is not None
         cut(model, world.tensor_mesh, {"qkv": distributed.ColumnParallel((4, 4, 4))})
         (weight,) = parameters_of(model)
-        (average,) = further(model, {"average/qkv.weight": weight.tensor.detach().clone()})
-        boxes = [[(shard.start, shard.rows) for shard in as_shards(each)] for each in (weight, average)]
+        (average,) = named(model, {"average/qkv.weight": weight.tensor.detach().clone()})
+        boxes = [[shard.box[0] for shard in as_shards(each)] for each in (weight, average)]
         assert boxes[0] == boxes[1] == [(2 * rank + first, 2) for first in (0, 4, 8)]
 
 

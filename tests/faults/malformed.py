@@ -288,8 +288,8 @@ def write_state(root: Path) -> Path:
     save_tensors(folder / second, {"w": values[3:].contiguous(), "b": torch.ones(4)})
     write_json(folder / "state.json", {"step": 7, "fingerprint": {"seed": 0}, "started_on": "2026-11-22"})
     shards = {
-        "w": [Shard(first, 0, 3, 0, 3, 0), Shard(second, 3, 1, 0, 3, 0)],
-        "b": [Shard(second, 0, 4, 0, 1, 0)],
+        "w": [Shard(first, ((0, 3), (0, 3)), 0), Shard(second, ((3, 1), (0, 3)), 0)],
+        "b": [Shard(second, ((0, 4), (0, 1)), 0)],
     }
     files = {path.name: describe_file(path) for path in folder.iterdir()}
     write_manifest(folder, 7, 2, files, shards)
