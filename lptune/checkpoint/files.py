@@ -14,14 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lptune.base.cores import num_cores
 from lptune.base.errors import UserError
 from lptune.base.files import TEMPORARY, Lock, fsync_path, kind_of, named, open_regular
 
 
 def num_threads() -> int:
     """Number of threads of this process for writing and hashing: its share of the machine's cores."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 WRITE_ERRORS = (OSError, SafetensorError)

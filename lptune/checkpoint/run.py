@@ -1,17 +1,9 @@
 """Run: the files of one run, for its recipe: folder, checkpoint to continue, saves and export.
 
-    with checkpoint.open_run(cfg, world) as run:
-        base = run.read_base()                     the base checkpoint, and the checkpoint to continue, if any
-        steps = training.plan_steps(run, …)        the same model, data and seed as before? is a step left?
-        if not steps: return
-        ...                                        build the model and the state of its training
-        run.load(base, state)                      weights of the checkpoint, or of the base model
-        steps.start(state)                         makes the folder
-        for step in steps: ...                     train; saves when it is due
-        run.export(base)
+`open_run` opens it, `read_base` finds the base checkpoint and the one to continue, `load` fills the model and
+the state of its training, `export` comes last. What lies between is asked by training/loop.py.
 
-A Run does not train: no method of it takes a batch, a loss or a callable. What lies between `read_base` and
-`export` is asked by training/loop.py.
+A Run does not train: no method of it takes a batch, a loss or a callable.
 """
 
 import json
@@ -87,6 +79,7 @@ class Run:
     def __init__(self, cfg: RunConfig, world: World, folder: RunFolder, opened: ExitStack) -> None:
         """opened: what it holds is closed when the run ends, in whatever way."""
         self.cfg, self.world, self.folder = cfg, world, folder
+        self.path, self.metrics = folder.path, folder.metrics
         self._opened = opened
         self.step = 0
         """The step of the newest checkpoint, from which the run continued or which it saved; 0: none."""
@@ -107,16 +100,6 @@ class Run:
         self._reference: ReferenceFile | None = None
         address = cfg.checkpoint.copy_to
         self._copy = RunCopy(address, folder, cfg, world) if address else None
-
-    @property
-    def path(self) -> Path:
-        """The run's folder, `output_dir` of the config."""
-        return self.folder.path
-
-    @property
-    def metrics(self) -> Path:
-        """metrics.jsonl, one JSON object for each step."""
-        return self.folder.metrics
 
     def read_base(self) -> Base:
         """The base checkpoint in model.path: its headers, no weights. Also finds and verifies the checkpoint

@@ -47,7 +47,6 @@ from lptune.base.files import (
     kind_of,
     lines_of,
     object_of,
-    read_json,
     read_object,
     write_bytes,
     write_json,
@@ -74,29 +73,14 @@ class RunFolder:
 
     def __init__(self, path: Path, world: World) -> None:
         self.path = path
+        self.checkpoints, self.export = path / "checkpoints", path / "export"
+        self.metrics = path / "metrics.jsonl"
+        """One JSON object for each step."""
+        self.reference = path / "reference.safetensors"
+        """The numbers of the model before training, which a preference loss needs (reference.py)."""
         self._world = world
         self._lock: Lock | None = None
         self._held: HeldFolder | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder that holds the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        """The folder of the export, a Hugging Face folder."""
-        return self.path / "export"
-
-    @property
-    def metrics(self) -> Path:
-        """metrics.jsonl: one JSON object for each step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def reference(self) -> Path:
-        """The numbers of the model before training, which a preference loss needs (reference.py)."""
-        return self.path / "reference.safetensors"
 
     def on_main(self, work: Callable[[], int | None]) -> int:
         """Has the main rank do `work` in the folder. After it all ranks go on with what it returned, since
@@ -340,16 +324,10 @@ def _form(cfg: ExportConfig) -> dict[str, Any]:
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
     """`step` and the keys of `_form` from export.json. Keys are missing if an older version wrote it."""
-    try:
-        held = read_json(path)
-        form = {key: type(value) for key, value in _form(ExportConfig()).items()}
-        if not isinstance(held, dict) or type(held.get("step")) is not int:
-            raise UserError(f"{path}: does not say of which step {export.name}/ is, found {held!r:.60}")
-        for key, type_ in form.items():
-            if key in held and (type(held[key]) is not type_ or held[key] != held[key]):
-                raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
-    except UserError as error:
-        raise UserError(f"{error}; remove that file to export again to {export}") from None
+    todo = f"remove that file to export again to {export}"
+    held = read_object(path, todo=todo)
+    if type(held.get("step")) is not int:
+        raise UserError(f"{path}: does not say of which step {export.name}/ is; {todo}")
     # Older versions had none of these.
     return {"average_checkpoints": 1, "ema": True, "quantized": "none"} | held
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 from pathlib import Path
@@ -18,7 +19,7 @@ from lptune.base.files import MEBI, write_text
 from lptune.checkpoint import save
 from lptune.checkpoint.files import publish_folder
 from lptune.checkpoint.manifest import Manifest
-from lptune.checkpoint.run_folder import RunFolder, open_run_folder
+from lptune.checkpoint.run_folder import RunFolder, open_run_folder, write_launch, write_samples
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -384,6 +385,57 @@ def test_a_run_whose_folder_vanishes_ends_with_one_line_and_makes_no_other(
             with pytest.raises(UserError, match=line):
                 run.on_main(lambda: run.write_config(_config(folder)))
     assert not any(path.is_file() for path in (tmp_path / "mount").rglob("*"))
+
+
+# ---- run.json and samples.jsonl
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_run_keeps_its_id_and_lists_its_launches(tmp_path: Path, world: World) -> None:
+    path = tmp_path / "run.json"
+    write_launch(path, "abc", 0, 10, world)
+    write_launch(path, "abc", 4, 20, world)
+    found = _read(path)
+    assert [(launch["step"], launch["num_steps"]) for launch in found["launches"]] == [(0, 10), (4, 20)]
+    assert found["data_digest"] == "abc"
+    assert len(found["id"]) == 8
+    first = found["id"]
+    write_launch(path, "abc", 8, 20, world)
+    assert _read(path)["id"] == first
+    write_launch(tmp_path / "other.json", "abc", 0, 10, world)
+    assert _read(tmp_path / "other.json")["id"] != first
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3, "launches": {}}', "[" * 100_000])
+def test_a_broken_file_is_written_anew(tmp_path: Path, world: World, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text, encoding="utf-8")
+    write_launch(path, "abc", 0, 10, world)
+    found = _read(path)
+    assert len(found["launches"]) == 1
+    assert isinstance(found["id"], str)
+
+
+def test_samples_of_another_time_stay(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+
+    def sample(when: str, answer: str) -> dict[str, object]:
+        return {"step": 0, "when": when, "answer": answer}
+
+    write_samples(path, [sample("before training", "a"), sample("before training", "b")])
+    with path.open("a", encoding="utf-8") as file:
+        file.write("no JSON\n[1]\n")
+    write_samples(path, [sample("after training", "c")])
+    write_samples(path, [sample("after training", "d\u2028e")])
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["when"], row["answer"]) for row in rows] == [
+        ("before training", "a"),
+        ("before training", "b"),
+        ("after training", "d\u2028e"),
+    ]
 
 
 # ---- several ranks: what the main rank finds, all of them end with

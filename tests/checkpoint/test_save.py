@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
+from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint import save as saving
 from lptune.checkpoint.retention import steps_to_keep
 from lptune.config import CheckpointConfig
@@ -143,7 +144,7 @@ def _save_by_the_clock(rank: int, num_ranks: int, folder: str) -> None:
                 assert stopped is None
                 if is_save_due:  # a collective: ranks that did not agree would hang
                     writer.save(step, {"fingerprint": {}}, wait=True)
-        assert [path.name for path in checkpoint.list_checkpoints(run.folder)] == [
+        assert [path.name for path in list_checkpoints(run.folder)] == [
             "step-00000006",
             "step-00000003",
         ]
