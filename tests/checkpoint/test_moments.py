@@ -13,7 +13,7 @@ from lptune.config import OptimizerConfig, ParallelConfig
 from lptune.training.moments import BLOCK, MOMENTS, STORAGES, Storage
 from tests.faults.state import stored_tensors
 from tests.helpers.ranks import Ranks
-from tests.helpers.saving import save
+from tests.helpers.saving import save, train
 
 K = 2 * BLOCK + 32
 """Two blocks of a row and a shorter one; half of it ends within a block."""
@@ -47,15 +47,6 @@ def _built(kind: str, world: distributed.World, cut: str = "rows") -> tuple[nn.M
     return model, training.build_optimizer(model, cfg)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        x_TK = torch.randn(8, K, generator=torch.Generator().manual_seed(step))
-        # The same rows on all ranks: FSDP's mean of their gradients is each of them, on any number of ranks.
-        model(x_TK).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _part(
     rank: int,
     num_ranks: int,
@@ -74,7 +65,7 @@ def _part(
             save(Path(folder), steps[0], model, optimizer, world)
         for begin, end in itertools.pairwise(steps):
             if cut == "rows":
-                _train(model, optimizer, begin, end)
+                train(model, optimizer, begin, end)
                 save(Path(folder), end, model, optimizer, world)
 
 
@@ -156,7 +147,7 @@ def test_a_matrix_whose_rows_are_cut_within_a_block_keeps_float32_there(tmp_path
 def test_frozen_parameters_keep_their_moments_and_counts_come_along(before: str, tmp_path: Path) -> None:
     with distributed.session("cpu") as world:
         model, optimizer = _built(before, world)
-        _train(model, optimizer, 0, 2)
+        train(model, optimizer, 0, 2)
         path = save(tmp_path, 4, model, optimizer, world)  # of these steps two made no update
         model = Toy()
         model.layers[0].weight.requires_grad_(False)

@@ -23,7 +23,7 @@ from lptune.distributed import World, local_pieces, on_this_rank, whole_piece, z
 from lptune.distributed.tensor_parallel import cut
 from tests.faults.state import stored_tensors
 from tests.helpers.ranks import Ranks
-from tests.helpers.saving import save
+from tests.helpers.saving import save, train
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -136,24 +136,15 @@ def _built(name: str, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, OPTIMIZERS[name](model)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        x_TK = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-        # The same rows on all ranks: FSDP's mean of their gradients is each of them, on any number of ranks.
-        model(x_TK).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _train_and_save(rank: int, num_ranks: int, folder: str, name: str) -> None:
     """Steps 0 to 3, saved after 2 in the background and after 3."""
     with distributed.session("cpu") as world:
         model, optimizer = _built(name, world)
-        _train(model, optimizer, 0, 2)
+        train(model, optimizer, 0, 2)
         cfg = CheckpointConfig(keep_last=9)
         with checkpoint.CheckpointWriter(Path(folder), model, optimizer, world, cfg) as writer:
             writer.save(2, {"fingerprint": {}})
-            _train(model, optimizer, 2, 3)
+            train(model, optimizer, 2, 3)
             writer.save(3, {"fingerprint": {}}, wait=True)
 
 
@@ -163,7 +154,7 @@ def _resume_and_save(rank: int, num_ranks: int, source: str, folder: str, name: 
         model, optimizer = _built(name, world)
         checkpoint.load_state(checkpoint.verify(Path(source) / "step-00000002"), model, optimizer)
         save(Path(folder), 2, model, optimizer, world)
-        _train(model, optimizer, 2, 3)
+        train(model, optimizer, 2, 3)
         save(Path(folder), 3, model, optimizer, world)
 
 
@@ -262,7 +253,7 @@ def test_an_optimizer_that_lists_nothing_is_refused_before_it_is_trained(tmp_pat
 def test_state_of_another_optimizer_is_refused_and_not_dropped(tmp_path: Path) -> None:
     with _session() as world:
         model, optimizer = _built("adamw", world)
-        _train(model, optimizer, 0, 1)
+        train(model, optimizer, 0, 1)
         path = save(tmp_path, 1, model, optimizer, world)
     for name, message in (
         ("momentum", r"holds 'exp_avg/experts', which Momentum does not keep"),
@@ -389,7 +380,7 @@ def _train_head_or_experts(
     """Trains the parameters whose names begin with `trained`."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
-    _train(model, optimizer, first, last)
+    train(model, optimizer, first, last)
 
 
 def _freeze_and_resume(rank: int, num_ranks: int, folder: str, name: str, schedule: list[str]) -> None:
@@ -423,7 +414,7 @@ def test_a_parameter_that_was_frozen_resumes_with_its_own_count_of_updates(
 def test_counts_that_are_the_runs_are_in_no_file(tmp_path: Path) -> None:
     with _session() as world:
         model, optimizer = _built("adamw", world)
-        _train(model, optimizer, 0, 2)
+        train(model, optimizer, 0, 2)
         path = save(tmp_path, 2, model, optimizer, world)
         names = {name for name, _ in model.named_parameters()}
         assert stored_tensors(path).keys() == names | {
