@@ -5,9 +5,7 @@ a run that resumes after a kill, sees the old content or the new content, never 
 replaced, not followed. Nothing replaces a pipe, a device or a folder.
 
 A path may have been prepared by other people. A file is opened without following a link in the last part of
-its path, and a pipe is refused without waiting for it. Two paths are compared by device and inode, never as
-text: a link, a `..`, another spelling, and a bind mount of the place or of a folder above it all count as the
-same place. A bind mount of something inside the place is not recognised.
+its path, and a pipe is refused without waiting for it.
 
 A file may come from anyone, so its size has a limit far above any real file and far below what fills the
 memory, and JSON has a limit of depth: Python's parser raises RecursionError at a thousand levels, and so does
@@ -18,7 +16,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -36,19 +33,6 @@ MAX_BYTES = 64 * MEBI
 _MAX_LEVELS = 100
 _TOO_DEEP = "its brackets are nested too deep"
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of flock on some file systems
-
-
-def is_within(path: Path, place: Path) -> bool:
-    """Whether `path` leads to `place` or to something in it. False if either does not exist."""
-    try:
-        found, real = place.stat(), path.resolve(strict=True)
-    except (OSError, RuntimeError):  # RuntimeError: a circle of links
-        return False
-    for part in (real, *real.parents):
-        with suppress(OSError):
-            if os.path.samestat(part.stat(), found):
-                return True
-    return False
 
 
 def kind_of(path: Path, *, follow: bool = False) -> str:
@@ -226,11 +210,8 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON by `replacing`. Half a surrogate pair, which a base's JSON may hold as
-    an escape and UTF-8 cannot, is an escape again: an export must not fail on it after the training.
-    """
-    text = json.dumps(value, indent=2, ensure_ascii=False)
-    write_text(path, re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n")
+    """Writes `value` as indented JSON in ASCII, which holds every text that JSON can hold, by `replacing`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager

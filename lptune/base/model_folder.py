@@ -38,8 +38,6 @@ def check_model_files(folder: Path) -> None:
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
             for path in sorted(place.iterdir()):
-                if not path.name.isprintable():  # half a surrogate pair: bytes that are not UTF-8
-                    raise UserError(f"{place}: holds a file whose name is {path.name!a}; rename it")
                 if path.is_symlink() or not (path.is_file() or path.is_dir()):
                     model_file(folder, path)
 

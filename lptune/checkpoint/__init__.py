@@ -1,6 +1,5 @@
 """Files of a run: reads and writes Hugging Face folders, checkpoints and the run folder. Never unpickles."""
 
-from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint.adapter import match_tensors
 from lptune.checkpoint.export import EMA, export_hf
 from lptune.checkpoint.hf import Base, load_hf, num_elements_here, read_base, read_config, weights_digest
@@ -15,23 +14,21 @@ from lptune.checkpoint.resume import (
     find_checkpoint,
     newest_verified,
 )
-from lptune.checkpoint.run import Run, RunWriter, open_run
-from lptune.checkpoint.run_folder import RunFolder, open_run_folder
+from lptune.checkpoint.run import Run, open_run
+from lptune.checkpoint.run_folder import RunFolder
 from lptune.checkpoint.save import CheckpointWriter, wait_for_copy
-from lptune.checkpoint.state import About, RunState, read_state
+from lptune.checkpoint.state import RunState, read_state
 from lptune.checkpoint.trained import Trained, read_trained
 from lptune.models import read_index
 
 __all__ = [
     "EMA",
-    "About",
     "Base",
     "CheckpointWriter",
     "Manifest",
     "Run",
     "RunFolder",
     "RunState",
-    "RunWriter",
     "Trained",
     "causes_of_change",
     "check_fingerprint",
@@ -41,7 +38,6 @@ __all__ = [
     "decides_rows",
     "export_hf",
     "find_checkpoint",
-    "list_checkpoints",
     "load_hf",
     "load_state",
     "load_weights",
@@ -49,7 +45,6 @@ __all__ = [
     "num_elements_here",
     "newest_verified",
     "open_run",
-    "open_run_folder",
     "read_base",
     "read_config",
     "read_index",

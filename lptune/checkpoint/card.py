@@ -22,7 +22,7 @@ import yaml  # type: ignore[import-untyped]
 
 import lptune
 from lptune.base.errors import UserError
-from lptune.checkpoint.state import About, RunState
+from lptune.checkpoint.state import RunState
 from lptune.config import RunConfig
 from lptune.linear import PLAN_COLUMNS, Plan
 
@@ -99,18 +99,12 @@ def _part(entry: Mapping[str, Any]) -> Part:
 
 
 def model_card(
-    about: About,
-    step: int,
-    parts: Sequence[Part],
-    fingerprint: Mapping[str, Any],
-    weights: str | None = None,
-    stops: Mapping[str, int] | None = None,
-    in_8_bits: str | None = None,
+    state: RunState, parts: Sequence[Part], weights: str | None = None, in_8_bits: str | None = None
 ) -> str:
-    """The text of README.md for an export of `step`. fingerprint: of the checkpoint, for its digests.
-    weights: which average of weights is exported; None: the weights are those of `step`. stops: the tokens
-    that end the answers of the training rows. in_8_bits: of an export in 8 bits, what it stores.
+    """The text of README.md for an export of a checkpoint. state, parts: of it. weights: which average of
+    weights is exported; None: the weights of its step. in_8_bits: of an export in 8 bits, what it stores.
     """
+    about, fingerprint, stops = state.about, state.fingerprint, state.stop_tokens
     base = Path(about.model)
     hub_id = next((f"{m[1]}/{m[2]}" for part in base.parts if (m := _HUB_FOLDER.fullmatch(part))), base.name)
     is_name = all(_HUB_NAME.fullmatch(part) for part in hub_id.split("/"))
@@ -118,7 +112,7 @@ def model_card(
     # environment variable of the hub is malformed (HF_HUB_DOWNLOAD_TIMEOUT), and the export would be lost.
     header: dict[str, Any] = {"base_model": hub_id} if is_name else {}
     header |= {"library_name": "transformers", "tags": ["lptune"]}
-    ends = [part.from_step - 1 for part in parts[1:]] + [step]
+    ends = [part.from_step - 1 for part in parts[1:]] + [state.step]
     spans = [f"{part.from_step} to {end}" for part, end in zip(parts, ends, strict=True)]
     rows = {
         "base": hub_id,
@@ -129,7 +123,7 @@ def model_card(
             part.precision if len(parts) == 1 else f"{part.precision} (steps {span})"
             for part, span in zip(parts, spans, strict=True)
         ),
-        "steps": step,
+        "steps": state.step,
         "weights": weights,
         "stored in 8 bits": in_8_bits,
         "answers end with": ", ".join(f"{text} ({each})" for text, each in (stops or {}).items()) or None,

@@ -34,9 +34,8 @@ from lptune.base.files import fsync_path, kind_of, open_regular, read_json, writ
 from lptune.base.model_folder import generation_config, model_file, read_stop_ids, transformers_stop_ids
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.base.text import size_text
-from lptune.checkpoint.adapter import Source, arranged, match_tensors, region
+from lptune.checkpoint.adapter import Source, arranged, match_tensors, read_box, region
 from lptune.checkpoint.card import model_card, read_parts
-from lptune.checkpoint.dequantize import read_box
 from lptune.checkpoint.files import (
     WRITE_ERRORS,
     Scratch,
@@ -108,7 +107,7 @@ def export_hf(
 
     base: the index of the base checkpoint. Tensor names and files stay the same; config.json and tokenizer
     files are copied, and generation_config.json gets the tokens that the training rows end answers with.
-    cfg.average_checkpoints: the mean of this and earlier checkpoints in its folder is exported (average.py).
+    cfg.average_checkpoints: the mean of this and earlier checkpoints in its folder is exported.
     cfg.ema: the moving averages of the weights are exported, where the checkpoint has them.
     world: all of its ranks call this. None: this process alone exports.
     replace: whether this export may replace `folder`, if that exists. An earlier export that was not changed,
@@ -118,75 +117,60 @@ def export_hf(
     Raises UserError, the same on all ranks: if checkpoint and base do not belong together, if the disk has
     too little room, if writing fails, or if a file does not read back equal. `folder` is then unchanged.
     """
-    with side_group(world) as group:
-        _export(checkpoint, base, folder, cfg, group, replace, world.print if world is not None else print)
-    return folder
-
-
-def _export(
-    checkpoint: Path,
-    base: HFIndex,
-    folder: Path,
-    cfg: ExportConfig,
-    group: SideGroup,
-    replace: bool,
-    say: Callable[[str], None],
-) -> None:
+    say = print if world is None else world.print
     made: Scratch | None = None
-    try:
-        with _together(group, checkpoint, folder):
-            manifest = read_manifest(checkpoint)
-            state = read_state(manifest)
-            about = state.about
-            parts = read_parts(state)
-            check_base(state, base.folder)
-            quantizer = None
-            if cfg.quantized != "none":
-                quantizer = how_to_quantize(cfg.quantized, state, parts[-1])
-            files = plan_files(base, cfg, quantizer)
-        averaged = last_checkpoints(manifest, cfg.average_checkpoints, group)
-        with _together(group, checkpoint, folder):
-            if group.rank == 0:
-                _check_space(folder, files, base)
-                if not replace:  # an export of a run goes into the run's folder, which must exist
-                    folder.parent.mkdir(parents=True, exist_ok=True)
-                made = Scratch(folder)
-        number = group.of_main(made.number if made else 0)
-        scratch = (made or Scratch(folder, number)).path
-        with _together(group, checkpoint, folder):
-            stored = [StoredFiles(each) for each in averaged]
-            if cfg.ema and cfg.average_checkpoints == 1:
-                files = of_averages(files, manifest)
-            mine = deal_out(files, group.size)[group.rank]
-            in_threads(
-                (
-                    partial(_write, scratch / file, files[file], stored, base, state.frozen, quantizer)
-                    for file in mine
-                ),
-                _FILES_AT_ONCE,
-            )
-            write_part(scratch, group.rank, mine)
-        with _together(group, checkpoint, folder):
-            if group.rank == 0:
-                weights = _which(files, averaged)
-                in_8_bits = None if quantizer is None else _described(quantizer, files, checkpoint)
-                card = model_card(
-                    about, state.step, parts, state.fingerprint, weights, state.stop_tokens, in_8_bits
+    with side_group(world) as group:
+        try:
+            with _together(group, checkpoint, folder):
+                manifest = read_manifest(checkpoint)
+                state = read_state(manifest)
+                parts = read_parts(state)
+                check_base(state, base.folder)
+                quantizer = None
+                if cfg.quantized != "none":
+                    quantizer = how_to_quantize(cfg.quantized, state, parts[-1])
+                files = plan_files(base, cfg, quantizer)
+            averaged = last_checkpoints(manifest, cfg.average_checkpoints, group)
+            with _together(group, checkpoint, folder):
+                if group.rank == 0:
+                    _check_space(folder, files, base)
+                    if not replace:  # an export of a run goes into the run's folder, which must exist
+                        folder.parent.mkdir(parents=True, exist_ok=True)
+                    made = Scratch(folder)
+            scratch = Scratch.path_of(folder)
+            with _together(group, checkpoint, folder):
+                stored = [StoredFiles(each) for each in averaged]
+                if cfg.ema and cfg.average_checkpoints == 1:
+                    files = of_averages(files, manifest)
+                mine = deal_out(files, group.size)[group.rank]
+                in_threads(
+                    (
+                        partial(_write, scratch / file, files[file], stored, base, state.frozen, quantizer)
+                        for file in mine
+                    ),
+                    _FILES_AT_ONCE,
                 )
-                _write_rest(scratch, base, files, cfg, about.chat_template, card, quantizer)
-                for note in quantizer.notes if quantizer else ():
-                    say(note)
-                _write_stops(scratch, state.stop_tokens, say)
-                write_sums(scratch)
-                for path in scratch.rglob("*"):
-                    fsync_path(path)
-                assert made is not None
-                made.unmark()
-                _publish(scratch, folder, replace, say)
-    finally:
-        # Remove what a failure leaves. All ranks have stopped writing.
-        if made is not None:
-            made.remove()
+                write_part(scratch, group.rank, mine)
+            with _together(group, checkpoint, folder):
+                if group.rank == 0:
+                    weights = _which(files, averaged)
+                    in_8_bits = None if quantizer is None else _described(quantizer, files, checkpoint)
+                    card = model_card(state, parts, weights, in_8_bits)
+                    _write_rest(scratch, base, files, cfg, state.about.chat_template, card, quantizer)
+                    for note in quantizer.notes if quantizer else ():
+                        say(note)
+                    _write_stops(scratch, state.stop_tokens, say)
+                    write_sums(scratch)
+                    for path in scratch.rglob("*"):
+                        fsync_path(path)
+                    assert made is not None
+                    made.unmark()
+                    _publish(scratch, folder, replace, say)
+        finally:
+            # Remove what a failure leaves. All ranks have stopped writing.
+            if made is not None:
+                made.remove()
+    return folder
 
 
 def check_form(base: HFIndex, cfg: ExportConfig, plan: Plan, kind: str) -> None:
@@ -492,29 +476,25 @@ def last_checkpoints(newest: Manifest, count: int, group: SideGroup) -> list[Man
     another run.
     """
     folder = newest.folder.parent
-    steps = [step_of(path) for path in list_checkpoints(folder)] if group.rank == 0 and count > 1 else []
-    steps = [step for step in steps if step < newest.step]
-    # The main rank's list counts. Other ranks may see an older state of a network folder.
-    num_found = 1 + group.of_main(len(steps))
+    found = [step for path in list_checkpoints(folder) if (step := step_of(path)) < newest.step]
+    steps = group.all_of_main(found[: count - 1])
+    num_found = 1 + len(steps)
     if num_found < count:
         raise UserError(
             f"{folder}: has {num_found} checkpoint{'s' * (num_found > 1)} up to step {newest.step}, and the "
             f"export is to average {count}; average fewer (export.average_checkpoints, or `lptune export "
             f"--average {num_found}`)"
         )
-    found = [newest]
-    for number in range(count - 1):
-        step = group.of_main(steps[number] if group.rank == 0 else 0)
-        found.append(verify(folder / step_folder_name(step), group))
+    earlier = [verify(folder / step_folder_name(step), group) for step in steps]
     with group.together((UserError, OSError), why):
         run = read_state(newest).fingerprint
-        for manifest in found[1:]:
+        for manifest in earlier:
             if read_state(manifest).fingerprint != run:
                 raise UserError(
                     f"{manifest.folder}: is of another run than {newest.folder.name}, with other data or "
                     "another model; move it away, or average fewer checkpoints"
                 )
-    return found
+    return [newest, *earlier]
 
 
 def mean(

@@ -6,10 +6,7 @@ So a reader, or a run that resumes after a kill, sees a folder completely or not
 import errno
 import hashlib
 import os
-import re
-import secrets
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,14 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lptune.base.cores import num_cores
 from lptune.base.errors import UserError
 from lptune.base.files import TEMPORARY, Lock, fsync_path, kind_of, named, open_regular
 
 
 def num_threads() -> int:
     """Number of threads of this process for writing and hashing: its share of the machine's cores."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 WRITE_ERRORS = (OSError, SafetensorError)
@@ -97,31 +94,29 @@ def remove_leftover(path: Path) -> None:
 class Scratch:
     """A new folder beside `final`, which is filled and then published as `final` by a rename.
 
-    Its name is `.tmp-NAME-` and a random number, so that several processes can write the same `final`; the
-    first rename wins. The folder contains a locked file while its process lives. If that file is not locked,
-    a kill left the folder, and the next writer beside it removes it. One for another `final` must be a day
-    old, too: where locks hold on one machine only, another machine may be writing it. Folders without that
-    file are never touched.
+    It contains a locked file while its process lives. If that file is not locked, a kill left the folder, and
+    the next writer of `final` removes it.
     """
 
     MARK = ".lptune-scratch"
-    _OLD_S = 24 * 3600
 
-    def __init__(self, final: Path, number: int | None = None) -> None:
-        """number: of a folder that another process has made. None: makes a new folder."""
-        self._lock: Lock | None = None
-        if number is not None:
-            self.number = number
-        else:
-            self.number = secrets.randbits(48)
-            self._remove_leftovers(final)
-        self.path = final.with_name(f"{TEMPORARY}{final.name}-{self.number:012x}")
-        if number is None:
-            self.path.mkdir()
-            unlocked = self.path / f"{self.MARK}-new"
-            # Without locks, no writer takes another's folder for a leftover.
-            self._lock = Lock(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            unlocked.rename(self.path / self.MARK)
+    def __init__(self, final: Path) -> None:
+        """Raises UserError if another process is writing `final`, OSError if the folder cannot be made."""
+        self.path = self.path_of(final)
+        try:
+            with suppress(FileNotFoundError), Lock(self.path / self.MARK, os.O_RDWR):
+                pass
+        except BlockingIOError:
+            line = f"{final}: another process is writing it; wait for it, or choose another folder"
+            raise UserError(line) from None
+        remove_leftover(self.path)
+        self.path.mkdir()
+        self._lock = Lock(self.path / self.MARK)
+
+    @staticmethod
+    def path_of(final: Path) -> Path:
+        """The path of the folder, for other ranks, too."""
+        return final.with_name(f"{TEMPORARY}{final.name}")
 
     def unmark(self) -> None:
         """Removes the mark; call it before the folder is published, because exports do not contain it."""
@@ -130,15 +125,4 @@ class Scratch:
     def remove(self) -> None:
         """Removes the folder, if it was not published, and releases the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
-
-    def _remove_leftovers(self, final: Path) -> None:
-        for path in final.parent.glob(f"{TEMPORARY}*"):
-            found = re.fullmatch(f"{re.escape(TEMPORARY)}(.*)-[0-9a-f]{{12}}", path.name, re.DOTALL)
-            if found is None or kind_of(path) != "a folder":
-                continue
-            with suppress(OSError, UserError), Lock(path / self.MARK, os.O_RDWR) as lock:
-                is_old = time.time() - path.stat().st_mtime > self._OLD_S
-                if (found[1] == final.name or is_old) and not lock.why_not:
-                    shutil.rmtree(path)
+        self._lock.close()

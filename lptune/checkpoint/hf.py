@@ -8,7 +8,7 @@ directly into the parameter, by the map of adapter.py.
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from lptune import models
 from lptune.base.errors import UserError
-from lptune.checkpoint.adapter import equal_values, match_tensors, read_piece
-from lptune.checkpoint.dequantize import read_box
+from lptune.checkpoint.adapter import equal_values, match_tensors, read_box, read_piece
 from lptune.distributed import World, fused_rows, local_pieces, side_group
 from lptune.linear import weights_changed
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors, read_index
@@ -117,8 +116,27 @@ def load_hf(
     Raises UserError, the same on all ranks: as `match_tensors` does, for a weight that is not finite, and for
     a file that cannot be read.
     """
+    advance = advance or (lambda _: None)
     with side_group(world) as group, group.together((UserError,), str):
-        _load(model, index, advance or (lambda _: None))
+        reads = match_tensors(model, index).reads
+        fused = fused_rows(model)
+        pieces = {
+            name: local_pieces(parameter, fused.get(name, ())) for name, parameter in model.named_parameters()
+        }
+        by_file: dict[str, list[str]] = {}
+        for name, parts in reads.items():
+            by_file.setdefault(index.tensors[parts[0].stored].file, []).append(name)
+        num_read = 0
+        for names in by_file.values():
+            with _opened(index.folder) as open_file:  # nearly always one file: few are mapped at a time
+                for name in names:
+                    for piece in pieces[name]:
+                        num_elements = read_piece(open_file, index, reads[name], piece)
+                        num_read += num_elements
+                        advance(num_elements)
+        weights_changed(model)
+        expected = sum(piece.values.numel() for each in pieces.values() for piece in each)
+        assert num_read == expected, f"read {num_read} elements of {expected}"
 
 
 def num_elements_here(model: nn.Module) -> int:
@@ -126,39 +144,17 @@ def num_elements_here(model: nn.Module) -> int:
     return sum(piece.values.numel() for each in model.parameters() for piece in local_pieces(each, ()))
 
 
-def _load(model: nn.Module, index: HFIndex, advance: Callable[[float], object]) -> None:
-    reads = match_tensors(model, index).reads
-    fused = fused_rows(model)
-    pieces = {
-        name: local_pieces(parameter, fused.get(name, ())) for name, parameter in model.named_parameters()
-    }
-    by_file: dict[str, list[str]] = {}
-    for name, parts in reads.items():
-        by_file.setdefault(index.tensors[parts[0].stored].file, []).append(name)
-    num_read = 0
-    for names in by_file.values():
-        with ExitStack() as opened:
-            opening = functools.partial(_open, opened, index.folder)
-            open_file = functools.cache(opening)  # nearly always one file: few are mapped at a time
-            for name in names:
-                for piece in pieces[name]:
-                    num_elements = read_piece(open_file, index, reads[name], piece)
-                    num_read += num_elements
-                    advance(num_elements)
-    weights_changed(model)
-    expected = sum(piece.values.numel() for each in pieces.values() for piece in each)
-    assert num_read == expected, f"read {num_read} elements of {expected}"
-
-
-def _open(opened: ExitStack, folder: Path, file: str) -> Any:
-    return opened.enter_context(open_tensors(folder / file))
+@contextmanager
+def _opened(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Opens a file of the folder at its first use, until the end of the block."""
+    with ExitStack() as opened:
+        yield functools.cache(lambda file: opened.enter_context(open_tensors(folder / file)))
 
 
 def iter_tensors(index: HFIndex) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) of every weight, one at a time, file by file; float32 if it is quantized."""
     for file in index.files:
-        with ExitStack() as opened:
-            open_file = functools.cache(functools.partial(_open, opened, index.folder))
+        with _opened(index.folder) as open_file:
             for name, stored in index.tensors.items():
                 if stored.file == file:
                     yield name, read_box(open_file, index, name)

@@ -46,17 +46,15 @@ def check_one_config(cfg: Any, world: World) -> None:
             )
 
 
-def check_same(key: str, digest: str, world: World) -> None:
-    """Raises UserError if ranks have read different things at `key`, a path. digest: of what this rank has.
-    A collective.
-    """
+def check_same(what: str, digest: str, world: World) -> None:
+    """Raises UserError if ranks have another `what`. digest: of what this rank has. A collective."""
     if world.size == 1:
         return
     found = world.gather([socket.gethostname(), digest])
     if others := sorted({host for host, other in found if other != found[0][1]}):
         raise UserError(
-            f"{key}: is not the same on all ranks: {found[0][0]} and {', '.join(others)} have read different "
-            "files; give all machines the same"
+            f"{what}: is not the same on all ranks: {found[0][0]} and {', '.join(others)} differ; give all "
+            "machines the same files and the same command"
         )
 
 

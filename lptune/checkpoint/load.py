@@ -22,7 +22,7 @@ from lptune.base.errors import UserError
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
 from lptune.checkpoint.state import read_state
-from lptune.checkpoint.stored import Stored, further, parameters_of, state_to_convert, state_to_fill
+from lptune.checkpoint.stored import ConvertsState, Stored, listing, named, names_of, parameters_of
 from lptune.distributed import Piece
 from lptune.linear import dequantized, fill_stored, is_stored_in_place, stored_beside, weights_changed
 
@@ -46,14 +46,15 @@ def load_state(
     """
     saved, num_updates = manifest.shards.keys(), read_state(manifest).num_updates
     files = StoredFiles(manifest)
-    listed = set[str]()
-    for part in state_to_convert(model, optimizer, saved, num_updates):
-        _load(files, part, [], casts=False)
-        listed |= {each.name for each in part}
-    optimized = state_to_fill(model, optimizer, saved, num_updates)
-    _check_all_listed(manifest, listed | {each.name for each in optimized}, optimizer)
+    listed, names = set[str](), names_of(model)
+    if isinstance(optimizer, ConvertsState):
+        for part in optimizer.converted(names, saved, num_updates):
+            _load(files, named(model, part), [], casts=False)
+            listed |= part.keys()
+    optimized = listing(optimizer).restored(names, saved, num_updates)
+    _check_all_listed(manifest, listed | optimized.keys(), optimizer)
     _load(files, parameters_of(model), [], casts=True)  # float32 and bfloat16 ones: optimizer.master
-    _load(files, optimized, further(model, tensors), casts=False)
+    _load(files, named(model, optimized), named(model, tensors), casts=False)
     weights_changed(model)
 
 
@@ -63,7 +64,7 @@ def load_weights(
     """`load_state` without an optimizer, for a model that is not trained. Parameters may have any float
     dtype: the stored float32 values are cast to it.
     """
-    _load(StoredFiles(manifest), parameters_of(model), further(model, tensors), casts=True)
+    _load(StoredFiles(manifest), parameters_of(model), named(model, tensors), casts=True)
     weights_changed(model)
 
 
@@ -148,7 +149,7 @@ class StoredFiles:
             raise UserError(
                 f"{path}: holds no readable tensor {name!r}: {error}; use another checkpoint"
             ) from None
-        rows = (shard.at + shard.rows,) if shape else ()
+        rows = (shard.at + shard.num_rows,) if shape else ()
         wanted = (*rows, *(size for _, size in _box(shard, shape)[1:]))[: len(shape)]
         fits = len(part.shape) == len(wanted) and part.shape[1:] == wanted[1:] and part.shape[:1] >= rows
         is_right = part.is_floating_point() if dtype is None else part.dtype == dtype

@@ -54,38 +54,33 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.(safetensors|json)")
 
 
 class Shard(NamedTuple):
-    """A box of a tensor: rows [start, start + rows), columns [column, column + columns), and `beyond`.
-
-    It is stored in `file`, under the tensor's name, from row `at` of the stored tensor on.
-    """
+    """A box of a tensor, stored in `file` under the tensor's name."""
 
     file: str
-    start: int
-    rows: int
-    column: int
-    columns: int
-    """1 if the tensor has fewer than two dimensions."""
+    box: tuple[tuple[int, int], ...]
+    """(first, number) of rows and of columns, (0, 1) where the tensor has none, and of all further dimensions
+    if one of these is cut.
+    """
     at: int
-    beyond: tuple[tuple[int, int], ...] = ()
-    """(first, number) of each dimension after the first two; empty if none of these is cut."""
+    """The row of the stored tensor from which on it is there."""
 
     @property
-    def box(self) -> tuple[tuple[int, int], ...]:
-        """(first, number) of rows, of columns and of the dimensions in `beyond`."""
-        return (self.start, self.rows), (self.column, self.columns), *self.beyond
+    def num_rows(self) -> int:
+        """Number of its rows in the tensor."""
+        return self.box[0][1]
 
     def to_json(self) -> dict[str, Any]:
-        """The shard as a JSON object, without `beyond` if that is empty."""
-        part = self._asdict()
-        if not self.beyond:
-            del part["beyond"]
-        return part
+        """The shard as a JSON object, with `beyond` for dimensions after the first two."""
+        (start, rows), (column, columns), *beyond = self.box
+        part = {"file": self.file, "start": start, "rows": rows, "column": column, "columns": columns}
+        return part | {"at": self.at} | ({"beyond": beyond} if beyond else {})
 
     @staticmethod
     def from_json(part: Mapping[str, Any]) -> "Shard":
         """The inverse of `to_json`. Does not check values: see `_shard`."""
-        beyond = tuple((first, number) for first, number in part.get("beyond", ()))
-        return Shard(**{**part, "beyond": beyond})
+        beyond = [(first, number) for first, number in part.get("beyond", ())]
+        box = ((part["start"], part["rows"]), (part["column"], part["columns"]), *beyond)
+        return Shard(part["file"], box, part["at"])
 
 
 @dataclass(frozen=True)
@@ -110,8 +105,8 @@ class Manifest:
     """By file name: all files of the checkpoint except the manifest."""
 
     def extents(self, name: str) -> tuple[int, ...]:
-        """Sizes of a whole tensor: rows, columns, and the dimensions that `Shard.beyond` has. (0, 0) if the
-        checkpoint has no such tensor.
+        """Sizes of a whole tensor, in the dimensions of `Shard.box`. (0, 0) if the checkpoint has no such
+        tensor.
         """
         boxes = [shard.box for shard in self.shards.get(name, [])] or [((0, 0), (0, 0))]
         return tuple(max(first + number for first, number in dim) for dim in zip(*boxes, strict=True))
@@ -130,7 +125,7 @@ def write_manifest(
     """
     missing = {path.name for path in folder.iterdir()} ^ set(files)
     assert not missing, missing
-    has_boxes = any(shard.beyond for parts in shards.values() for shard in parts)
+    has_boxes = any(len(shard.box) > 2 for parts in shards.values() for shard in parts)
     content: dict[str, Any] = {
         "version": _BOXES if has_boxes else _RECTANGLES,
         "step": step,
@@ -248,20 +243,20 @@ def _check_stored(manifest: Manifest) -> None:
             raise UserError(f"{path}: tensor {name!r} is in the {holder} but not in the {other}")
         for name, parts in tensors.items():
             dtype, shape = header[name]
-            num_rows, num_columns, *others = (*shape, 1, 1)[: max(2, len(shape))]
+            num_rows, *others = (*shape, 1, 1)[: max(2, len(shape))]
             try:
-                check_rows(name, [(part.at, part.rows) for part in parts], num_rows)
+                check_rows(name, [(part.at, part.num_rows) for part in parts], num_rows)
             except ValueError as error:
                 raise UserError(f"{path}: {error}") from None
-            held = {(part.columns, *(number for _, number in part.beyond)) for part in parts}
-            if held != {(num_columns, *(others if parts[0].beyond else ()))}:
+            held = {tuple(number for _, number in part.box[1:]) for part in parts}
+            cut = len(parts[0].box)
+            if held != {tuple(others if cut > 2 else others[:1])}:
                 wanted = " x ".join(["rows", *map(str, min(held))])
                 raise UserError(
                     f"{path}: tensor {name!r} is {list(shape)}, the manifest says {wanted} elements"
                 )
             first_file = manifest.shards[name][0].file
             first_dtype, first_shape = headers[first_file].get(name, (dtype, shape))
-            cut = 2 + len(parts[0].beyond)
             if (dtype, len(shape), shape[cut:]) != (first_dtype, len(first_shape), first_shape[cut:]):
                 raise UserError(
                     f"{path}: tensor {name!r} is {dtype} {list(shape)}, in {first_file} it is {first_dtype} "
@@ -277,7 +272,7 @@ def _seal(body: bytes) -> str:
 def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
     """Makes a Manifest of the JSON object `content`. Raises ValueError that names the first wrong value."""
     step, world_size = (_integer(content, key, minimum) for key, minimum in (("step", 0), ("world_size", 1)))
-    files, listed = _table(content, "files"), _table(content, "shards")
+    files, listed = (_object(content.get(key), key) for key in ("files", "shards"))
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"files: {name!r} cannot be the name of a checkpoint's file")
@@ -286,12 +281,11 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
             raise ValueError(f"files: {name}: sha256: expected 64 hex digits, found {entry.get('sha256')!r}")
     if "state.json" not in files:
         raise ValueError("files: state.json is missing")
-    has_boxes = content["version"] == _BOXES
     shards, tensor_files = {}, {name for name in files if name.endswith(".safetensors")}
     for name, parts in listed.items():
         if not isinstance(parts, list) or not parts:
             raise ValueError(f"shards: {name!r}: expected a list of parts, found {parts!r:.60}")
-        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name, has_boxes) for part in parts]
+        shards[name] = [_shard(_object(part, f"shards: {name!r}"), name) for part in parts]
         unknown = [part.file for part in shards[name] if part.file not in tensor_files]
         if unknown:
             raise ValueError(f"shards: {name!r}: is in {unknown[0]!r}, which `files` does not list")
@@ -303,28 +297,22 @@ def _parse(folder: Path, content: Mapping[str, Any]) -> Manifest:
 _LEAST = (("start", 0), ("rows", 1), ("column", 0), ("columns", 1), ("at", 0))
 
 
-def _shard(part: Mapping[str, Any], name: str, has_boxes: bool) -> Shard:
+def _shard(part: Mapping[str, Any], name: str) -> Shard:
     where = f"shards: {name!r}: "
     if not isinstance(part.get("file"), str):
         raise ValueError(f"{where}file: expected a name, found {part.get('file')!r:.60}")
-    start, rows, column, columns, at = (_integer(part, key, minimum, where) for key, minimum in _LEAST)
-    shard = Shard(part["file"], start, rows, column, columns, at)
-    if "beyond" not in part:
-        return shard
-    beyond = part["beyond"]
-    if not isinstance(beyond, list) or len(beyond) > (_MAX_BEYOND if has_boxes else 0):
-        what = f"a list of at most {_MAX_BEYOND} dimensions" if has_boxes else f"none before version {_BOXES}"
+    for key, minimum in _LEAST:
+        _integer(part, key, minimum, where)
+    beyond = part.get("beyond", [])
+    if not isinstance(beyond, list) or len(beyond) > _MAX_BEYOND:
+        what = f"a list of at most {_MAX_BEYOND} dimensions"
         raise ValueError(f"{where}beyond: expected {what}, found {beyond!r:.60}")
     for each in beyond:
         if not isinstance(each, list) or len(each) != 2:
             raise ValueError(f"{where}beyond: expected a first index and a number, found {each!r:.60}")
         for i in range(2):
             _integer({"beyond": each[i]}, "beyond", i, where)
-    return shard._replace(beyond=tuple((first, number) for first, number in beyond))
-
-
-def _table(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    return _object(content.get(key), key)
+    return Shard.from_json(part)
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, write_bytes
+from lptune.base.files import kind_of, parse_json, write_bytes
 from lptune.checkpoint.run_folder import RunFolder
 from lptune.distributed import World
 
 _KEY = "lptune"
 """One key, since the order of several is random, and equal numbers are to give equal bytes."""
-_LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header, which is JSON."""
 
 
 class Rows(Protocol):
@@ -69,10 +67,8 @@ class ReferenceFile:
     def write(self) -> None:
         """Writes what `keep` was given, if anything. The run's folder must exist. A collective."""
         if self._computed:
-            with self._folder.together():
-                if self._world.is_main:
-                    self._folder.check_held()
-                    write_reference(self._folder.reference, self._computed, self._made_with)
+            path, computed = self._folder.reference, self._computed
+            self._folder.on_main(lambda: write_reference(path, computed, self._made_with))
 
 
 def read_reference(
@@ -82,18 +78,17 @@ def read_reference(
 
     made_with: what the numbers depend on, by name. shapes: of the tensors.
     """
-    if not kind_of(path):
-        return ""
+    if (found := kind_of(path)) != "a file":
+        return found and f"it is {found}"
     try:
-        content = read_bytes(path, 1024 * MEBI, follow=False)
-        tensors = load(content)
-        stop = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
-        about = parse_json(parse_json(content[_LENGTH_BYTES:stop])["__metadata__"][_KEY])
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about = parse_json(file.metadata()[_KEY])
         digest, stored = about["digest"], dict(about["made_with"])
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         return f"it cannot be read ({error!s:.80})"
-    found = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
-    if found != {name: (torch.float32, shape) for name, shape in shapes.items()}:
+    forms = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
+    if forms != {name: (torch.float32, shape) for name, shape in shapes.items()}:
         return "its tensors have other names, shapes or dtypes than this run's"
     if digest != _digest(tensors):
         return "it is damaged: its numbers do not match their digest"

@@ -9,13 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from lptune.base.errors import UserError
 from lptune.base.model_folder import read_stop_ids
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
+from lptune.checkpoint.hosts import check_same
 from lptune.checkpoint.manifest import Manifest, verify
 from lptune.checkpoint.state import RunState, about_run, base_digests
 from lptune.config import (
@@ -98,18 +97,14 @@ def newest_verified(
     group: all its ranks call this; None: this process alone.
     """
     group = group or SideGroup()
-    is_main = group.rank == 0
-    steps = [step_of(path) for path in list_checkpoints(folder)] if is_main else []
-    # The main rank's list counts. Other ranks may see an older state of a network folder.
-    num_found = group.of_main(len(steps))
-    for number in range(num_found):
-        step = group.of_main(steps[number] if is_main else 0)
+    steps = group.all_of_main([step_of(path) for path in list_checkpoints(folder)])
+    for step in steps:
         try:
             return verify(folder / step_folder_name(step), group)
         except UserError as error:
             warn(f"warning: checkpoint passed over: {error}")
-    if num_found:
-        raise UserError(f"{folder}: none of its {num_found} checkpoints is intact")
+    if steps:
+        raise UserError(f"{folder}: none of its {len(steps)} checkpoints is intact")
     return None
 
 
@@ -230,7 +225,8 @@ def check_fingerprint(saved: RunState | None, now: RunState, world: World) -> No
     checkpoint that it continues. The error gives both values. A collective.
     """
     fingerprint = now.fingerprint
-    _check_same_on_all_ranks(fingerprint, world)
+    for key, value in fingerprint.items():  # each machine reads its own files, and was given its own command
+        check_same(f"{key}{_MEANING.get(key, '')}", repr(value), world)
     if saved is None:
         return
     before = saved.fingerprint
@@ -291,20 +287,6 @@ def causes_of_change(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
     # cause.
     causes = [name for name in changed if name != _TEMPLATE] or changed
     return ", ".join(causes) or "none of data.* but the content of the files that data.source names"
-
-
-def _check_same_on_all_ranks(fingerprint: Mapping[str, Any], world: World) -> None:
-    """Raises UserError if ranks differ: each machine reads its own files, and was given its own command."""
-    hashes = [hashlib.sha256(repr(value).encode()).digest() for value in fingerprint.values()]
-    numbers = torch.tensor([int.from_bytes(digest[:7], "little") for digest in hashes], device=world.device)
-    extremes = torch.stack([numbers, -numbers])
-    world.max_(extremes)
-    for key, largest, smallest in zip(fingerprint, *extremes.tolist(), strict=True):
-        if largest != -smallest:
-            raise UserError(
-                f"{key}: is not the same on all ranks{_MEANING.get(key, '')}; give all machines the same "
-                "files and the same command"
-            )
 
 
 def check_unchanged(

@@ -1,17 +1,9 @@
 """Run: the files of one run, for its recipe: folder, checkpoint to continue, saves and export.
 
-    with checkpoint.open_run(cfg, world) as run:
-        base = run.read_base()                     the base checkpoint, and the checkpoint to continue, if any
-        steps = training.plan_steps(run, …)        the same model, data and seed as before? is a step left?
-        if not steps: return
-        ...                                        build the model and the state of its training
-        run.load(base, state)                      weights of the checkpoint, or of the base model
-        steps.start(state)                         makes the folder
-        for step in steps: ...                     train; saves when it is due
-        run.export(base)
+`open_run` opens it, `read_base` finds the base checkpoint and the one to continue, `load` fills the model and
+the state of its training, `export` comes last. What lies between is asked by training/loop.py.
 
-A Run does not train: no method of it takes a batch, a loss or a callable. What lies between `read_base` and
-`export` is asked by training/loop.py.
+A Run does not train: no method of it takes a batch, a loss or a callable.
 """
 
 import json
@@ -87,6 +79,7 @@ class Run:
     def __init__(self, cfg: RunConfig, world: World, folder: RunFolder, opened: ExitStack) -> None:
         """opened: what it holds is closed when the run ends, in whatever way."""
         self.cfg, self.world, self.folder = cfg, world, folder
+        self.path, self.metrics = folder.path, folder.metrics
         self._opened = opened
         self.step = 0
         """The step of the newest checkpoint, from which the run continued or which it saved; 0: none."""
@@ -107,20 +100,6 @@ class Run:
         self._reference: ReferenceFile | None = None
         address = cfg.checkpoint.copy_to
         self._copy = RunCopy(address, folder, cfg, world) if address else None
-
-    @property
-    def path(self) -> Path:
-        """The run's folder, `output_dir` of the config."""
-        return self.folder.path
-
-    @property
-    def metrics(self) -> Path:
-        """metrics.jsonl, one JSON object for each step."""
-        return self.folder.metrics
-
-    def has_evaluation(self, step: int) -> bool:
-        """Whether metrics.jsonl has an eval_loss for `step`. A collective."""
-        return self.folder.has_evaluation(step)
 
     def read_base(self) -> Base:
         """The base checkpoint in model.path: its headers, no weights. Also finds and verifies the checkpoint
@@ -183,18 +162,17 @@ class Run:
         """
         if not after or not self._has_metrics or step >= num_steps:
             return num_steps
-        line = ""
-        with self.folder.together():
-            if self.world.is_main:
-                losses = {at: loss for at, loss in evaluations(self.metrics).items() if at <= step}
-                best, num_since = patience(losses)
-                if num_since >= after:
-                    line = f"{num_since} evaluations without a lower eval_loss than that of step {best}"
-        self._stops_early = self.world.sum(bool(line)) > 0
-        if not self._stops_early:
-            return num_steps
-        self.world.print(f"stopped early after step {step} of {num_steps}: {line}")
-        return step
+
+        def ends() -> bool:
+            losses = {at: loss for at, loss in evaluations(self.metrics).items() if at <= step}
+            best, num_since = patience(losses)
+            if num_since >= after:
+                line = f"{num_since} evaluations without a lower eval_loss than that of step {best}"
+                self.world.print(f"stopped early after step {step} of {num_steps}: {line}")
+            return num_since >= after
+
+        self._stops_early = bool(self.folder.on_main(ends))
+        return step if self._stops_early else num_steps
 
     def is_finished(self, num_steps: int) -> bool:
         """Whether nothing is left to train or to export; prints a line then. Raises UserError if nothing is
@@ -279,13 +257,15 @@ class Run:
         if self._copy is not None:
             self._copy.begin(self._continues if self._has_metrics else None)
         self._has_metrics = True
-        with self.folder.together():
-            if self.world.is_main:
-                self.folder.write_config(self.cfg)
-                self.folder.write_plan(plan.to_json())
-                step, world = self.step, self.world
-                write_launch(self.path / "run.json", self._data_digest, step, self._num_steps, world)
-                keep_checks_until(self.path / "shadow.jsonl", step)
+
+        def write() -> None:
+            self.folder.write_config(self.cfg)
+            self.folder.write_plan(plan.to_json())
+            step, world = self.step, self.world
+            write_launch(self.path / "run.json", self._data_digest, step, self._num_steps, world)
+            keep_checks_until(self.path / "shadow.jsonl", step)
+
+        self.folder.on_main(write)
         if self._reference is not None:
             self._reference.write()
         self.world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
@@ -296,12 +276,8 @@ class Run:
         """Writes answers of the model to samples.jsonl, in place of earlier ones of the same `when`; none:
         does nothing. A collective.
         """
-        if not samples:
-            return
-        with self.folder.together():
-            if self.world.is_main:
-                self.folder.check_held()
-                write_samples(self.path / "samples.jsonl", samples)
+        if samples:
+            self.folder.on_main(lambda: write_samples(self.path / "samples.jsonl", samples))
 
     def plan_changed(self, plan: Plan, step: int, names: Sequence[str]) -> None:
         """Records that the layers `names` run in high precision after `step` steps: in precision_plan.json
@@ -309,17 +285,43 @@ class Run:
         """
         assert self._state is not None, "check_continues comes first: it says what checkpoints record"
         self._state = state_after_fallback(self.cfg, plan, self._state, step, names)
-        with self.folder.together():
-            if self.world.is_main:
-                self.folder.write_plan(plan.to_json())
+        self.folder.on_main(lambda: self.folder.write_plan(plan.to_json()))
 
-    def writer(self, state: TrainingState) -> "RunWriter":
-        """The writer of checkpoints, which `close` closes. A collective. Raises UserError if the run's folder
-        has disappeared since `begin`.
+    def open_writer(self, state: TrainingState) -> None:
+        """Makes `writer`, for saves of `state`. `close` waits until the last save is published and closes it,
+        and so does the error that ends the run. A collective. Raises UserError if the run's folder has
+        disappeared since `begin`.
         """
-        with self.folder.together():
-            self.folder.check_held()
-        return RunWriter(self, state)
+        self.folder.on_main(self.folder.check_held)
+        self._trained = state
+        self.writer = self.keep_open(
+            CheckpointWriter(
+                self.folder.checkpoints,
+                state.model,
+                state.optimizer,
+                self.world,
+                self.cfg.checkpoint,
+                metrics=self.metrics,
+                send=self._copy.send if self._copy is not None else None,
+            )
+        )
+
+    def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:
+        """Saves the state after `step` as checkpoints/step-N: tensors of the model, the optimizer and low
+        precision, and state.json; in the background if checkpoint.async_save. A collective.
+
+        eval_loss, wait, errors: as of `CheckpointWriter.save`.
+        """
+        assert self._state is not None, "check_continues comes first: it says what checkpoints record"
+        content, low = {**self._state.content, **self._trained.counts()}, self._trained.low.state()
+        self._newest = self.writer.save(step, content, low, eval_loss=eval_loss, wait=wait)
+        self.step, self._has_saved = step, True
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint of this run, or else the one that it continues. Waits for a running save, and
+        raises as `CheckpointWriter.check` does.
+        """
+        return self.writer.wait() or self._newest
 
     def keep_open(self, opened: AbstractContextManager[_T]) -> _T:
         """Enters `opened`; `close` leaves it, or the error that ends the run."""
@@ -358,9 +360,7 @@ class Run:
                 verify(checkpoint, group)
         with self.world.phase("exporting and reading back"):
             export_hf(checkpoint, base.index, self.folder.export, self.cfg.export, self.world)
-        with self.folder.together():
-            if self.world.is_main:
-                self.folder.write_exported(step_of(checkpoint), self.cfg.export)
+        self.folder.on_main(lambda: self.folder.write_exported(step_of(checkpoint), self.cfg.export))
         if self._copy is not None:
             self._copy.send_export()
         count = self.cfg.export.average_checkpoints
@@ -376,54 +376,9 @@ class Run:
         assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
         if not (self._stops_early and self.cfg.checkpoint.keep_best):
             return self._newest
-        best = 0
-        with self.folder.together():
-            if self.world.is_main:
-                best = step_of(best_checkpoint(self.folder.checkpoints, self.metrics))
-        return self.folder.checkpoints / step_folder_name(int(self.world.sum(best)))
-
-
-class RunWriter:
-    """Saves checkpoints of a run: tensors of the model, the optimizer and low precision, and state.json."""
-
-    def __init__(self, run: Run, state: TrainingState) -> None:
-        """The run's `close` waits until the last save is published, and so does the error that ends it."""
-        self._run, self._state = run, state
-        folder, cfg = run.folder.checkpoints, run.cfg.checkpoint
-        send = run._copy.send if run._copy is not None else None
-        self._files = run.keep_open(
-            CheckpointWriter(
-                folder, state.model, state.optimizer, run.world, cfg, metrics=run.metrics, send=send
-            )
-        )
-
-    def save(self, step: int, *, eval_loss: float | None = None, wait: bool = False) -> None:
-        """Saves the state after `step` as checkpoints/step-N, in the background if checkpoint.async_save. A
-        collective.
-
-        eval_loss: of this step, for checkpoint.keep_best. wait: return only when the checkpoint is published.
-        Raises UserError as `CheckpointWriter.save` does.
-        """
-        run = self._run
-        assert run._state is not None, "check_continues comes first: it says what checkpoints record"
-        content = {**run._state.content, **self._state.counts()}
-        low = self._state.low.state()
-        run._newest = self._files.save(step, content, low, eval_loss=eval_loss, wait=wait)
-        run.step, run._has_saved = step, True
-
-    def is_overdue(self) -> bool:
-        """Whether checkpoint.every_minutes have passed since the last save, by this rank's clock."""
-        return self._files.is_overdue()
-
-    def check(self) -> None:
-        """Raises the error of a save in the background, if it has failed."""
-        self._files.check()
-
-    def wait(self) -> Path | None:
-        """Waits until no save is running. Returns the newest checkpoint of this run, or the checkpoint that
-        it continues, or None. Raises as `check` does.
-        """
-        return self._files.wait() or self._run._newest
+        folder = self.folder.checkpoints
+        best = self.folder.on_main(lambda: step_of(best_checkpoint(folder, self.metrics)))
+        return folder / step_folder_name(best)
 
 
 @contextmanager

@@ -84,7 +84,7 @@ class RunCopy:
             if resume != "auto":
                 return found
             least = found.step if found is not None else -1
-            later = self._of_main([step for step in steps if step > least], group)
+            later = group.all_of_main([step for step in steps if step > least])
             for step in later:
                 if fetched := self._fetch(step, group, is_newest=True):
                     found = fetched
@@ -177,11 +177,6 @@ class RunCopy:
         """The steps of the checkpoints that have their seal, newest first."""
         return sorted((step for step, names in self._found().items() if _SEAL in names), reverse=True)
 
-    def _of_main(self, steps: Sequence[int], group: SideGroup) -> list[int]:
-        """The list of the main rank, on all ranks."""
-        number = group.of_main(len(steps))
-        return [group.of_main(steps[i] if self._world.is_main else 0) for i in range(number)]
-
     def _check_same_run(self, found: Manifest | None, resume: str, steps: list[int]) -> None:
         """Raises UserError if the checkpoints at the address are of another run than this one."""
         if not steps:
@@ -219,7 +214,7 @@ class RunCopy:
                 losses = self._losses(step for step in {*here, *steps} if step <= newest)
                 needed = replace(self._cfg, keep_last=self._num_averaged, keep_every=0)
                 missing = sorted(steps_to_keep(losses, needed) - here)
-        for step in self._of_main(missing, group):
+        for step in group.all_of_main(missing):
             self._fetch(step, group, is_newest=False)
 
     def _fetch(self, step: int, group: SideGroup, *, is_newest: bool) -> Manifest | None:

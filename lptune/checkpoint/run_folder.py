@@ -44,11 +44,9 @@ from lptune.base.files import (
     HeldFolder,
     Lock,
     LongLineError,
-    is_within,
     kind_of,
     lines_of,
     object_of,
-    read_json,
     read_object,
     write_bytes,
     write_json,
@@ -75,41 +73,29 @@ class RunFolder:
 
     def __init__(self, path: Path, world: World) -> None:
         self.path = path
+        self.checkpoints, self.export = path / "checkpoints", path / "export"
+        self.metrics = path / "metrics.jsonl"
+        """One JSON object for each step."""
+        self.reference = path / "reference.safetensors"
+        """The numbers of the model before training, which a preference loss needs (reference.py)."""
         self._world = world
         self._lock: Lock | None = None
         self._held: HeldFolder | None = None
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder that holds the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        """The folder of the export, a Hugging Face folder."""
-        return self.path / "export"
-
-    @property
-    def metrics(self) -> Path:
-        """metrics.jsonl: one JSON object for each step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def reference(self) -> Path:
-        """The numbers of the model before training, which a preference loss needs (reference.py)."""
-        return self.path / "reference.safetensors"
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A block of work in the folder, most of it the main rank's. After it all ranks go on, or all raise
-        the UserError of the first rank that failed. A collective.
+    def on_main(self, work: Callable[[], int | None]) -> int:
+        """Has the main rank do `work` in the folder. After it all ranks go on with what it returned, since
+        others may see an older state of a network folder, or all raise its UserError. A collective.
         """
-        with side_group(self._world) as group, group.together((UserError,), str), _errors_of(self.path):
-            yield
+        found = 0
+        with side_group(self._world) as group:
+            with group.together((UserError,), str), _errors_of(self.path):
+                if self._world.is_main:
+                    self.check_held()
+                    found = int(work() or 0)
+            return group.of_main(found)
 
     def write_config(self, cfg: Any) -> None:
         """Writes config.yaml with every key, so that it stays the same config if defaults change."""
-        self.check_held()
         write_text(self.path / "config.yaml", to_yaml(cfg))
 
     def write_plan(self, plan: dict[str, Any]) -> None:
@@ -138,22 +124,13 @@ class RunFolder:
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the metrics have an eval_loss for `step`, as the main rank reads them. A collective."""
-        found = False
-        with self.together():
-            if self._world.is_main:
-                found = step in evaluations(self.metrics)
-        return self._world.sum(found) > 0
+        return bool(self.on_main(lambda: step in evaluations(self.metrics)))
 
     def is_exported(self, step: int, cfg: ExportConfig) -> bool:
-        """Whether export/ has the weights of `step`, as the main rank reads it: other ranks may see an older
-        state of a network folder. Raises UserError if it has them with other settings than `cfg`, or if
-        export.json cannot be read. A collective.
+        """Whether export/ has the weights of `step`, as the main rank reads it. Raises UserError if it has
+        them with other settings than `cfg`, or if export.json cannot be read. A collective.
         """
-        found = False
-        with self.together():
-            if self._world.is_main:
-                found = self._holds_export(step, cfg)
-        return self._world.sum(found) > 0
+        return bool(self.on_main(lambda: self._holds_export(step, cfg)))
 
     def _holds_export(self, step: int, cfg: ExportConfig) -> bool:
         path = self.path / "export.json"
@@ -172,7 +149,6 @@ class RunFolder:
 
     def write_exported(self, step: int, cfg: ExportConfig) -> None:
         """Writes export.json, which says that export/ has the weights of `step`, with the settings `cfg`."""
-        self.check_held()
         write_json(self.path / "export.json", {"step": step, **_form(cfg)})
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
@@ -182,9 +158,7 @@ class RunFolder:
         later steps are set aside or removed; else all results are renamed. say: gets a line for each rename.
         Raises UserError if the folder cannot be made or another run has locked it.
         """
-        with self.together():
-            if self._world.is_main:
-                self._create(resumed, say)
+        self.on_main(lambda: self._create(resumed, say))
         check_shared("output_dir", self.path, self._world)
         launch.keep_log(self.path / "logs")
 
@@ -192,15 +166,16 @@ class RunFolder:
         """Makes and locks the folder before `create`, for a checkpoint that is fetched into it. Without other
         checkpoints there, results are renamed. Arguments and errors: as of `create`. A collective.
         """
-        with self.together():
-            if self._world.is_main:
-                self._take()
-                if not list_checkpoints(self.checkpoints):
-                    self._set_aside_results(say)
+
+        def take() -> None:
+            self._take()
+            if not list_checkpoints(self.checkpoints):
+                self._set_aside_results(say)
+
+        self.on_main(take)
         check_shared("output_dir", self.path, self._world)
 
     def _take(self) -> None:
-        self.check_held()
         if self._held is None:
             self._make()
         if self._lock is None:
@@ -237,7 +212,8 @@ class RunFolder:
 
     def _is_own(self, resumed: Manifest) -> bool:
         """Whether the checkpoint is in this folder, also by a link in it or a link to it."""
-        return any(is_within(path, self.checkpoints) for path in (resumed.folder.parent, resumed.folder))
+        place = self.checkpoints.resolve()
+        return place in (resumed.folder.resolve().parent, resumed.folder.parent.resolve())
 
     def _set_aside_results(self, say: Callable[[str], None]) -> None:
         """Renames files and folders that this run would overwrite, if it does not continue from here. Empty
@@ -307,9 +283,6 @@ class RunFolder:
     def _check_parts(self) -> None:
         """Raises UserError if a file or folder of a run has the wrong type, or may not be written to."""
         parts = [(self.path / name, "a file" if name in RUN_FILES else "a folder") for name in _PARTS]
-        # A file with the name of a future checkpoint would make a save fail, and lose what was trained.
-        steps = self.checkpoints.glob("step-" + 8 * "[0-9]")
-        parts += [(path, "a folder") for path in steps if not path.is_dir()]
         for path, wanted in parts:
             if (found := kind_of(path)) not in ("", wanted):
                 other = "; output_dir itself may be a link" if found == "a link" else ""
@@ -351,16 +324,10 @@ def _form(cfg: ExportConfig) -> dict[str, Any]:
 
 def _read_exported(path: Path, export: Path) -> dict[str, Any]:
     """`step` and the keys of `_form` from export.json. Keys are missing if an older version wrote it."""
-    try:
-        held = read_json(path)
-        form = {key: type(value) for key, value in _form(ExportConfig()).items()}
-        if not isinstance(held, dict) or type(held.get("step")) is not int:
-            raise UserError(f"{path}: does not say of which step {export.name}/ is, found {held!r:.60}")
-        for key, type_ in form.items():
-            if key in held and (type(held[key]) is not type_ or held[key] != held[key]):
-                raise UserError(f"{path}: {key}: cannot be {held[key]!r:.60}")
-    except UserError as error:
-        raise UserError(f"{error}; remove that file to export again to {export}") from None
+    todo = f"remove that file to export again to {export}"
+    held = read_object(path, todo=todo)
+    if type(held.get("step")) is not int:
+        raise UserError(f"{path}: does not say of which step {export.name}/ is; {todo}")
     # Older versions had none of these.
     return {"average_checkpoints": 1, "ema": True, "quantized": "none"} | held
 
@@ -375,15 +342,17 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     """
     run = RunFolder(Path(cfg.output_dir).expanduser(), world)
     check_one_config(cfg, world)
+
+    def check() -> None:
+        check_inputs_stay(cfg)
+        run.check(cfg.resume)
+        if run.path.is_dir():
+            run.hold()
+        if run.is_a_run():
+            run.lock()
+
     try:
-        with run.together():
-            if world.is_main:
-                check_inputs_stay(cfg)
-                run.check(cfg.resume)
-                if run.path.is_dir():
-                    run.hold()
-                if run.is_a_run():
-                    run.lock()
+        run.on_main(check)
         if any(world.gather(run.path.is_dir())):
             check_shared("output_dir", run.path, world)
         with _errors_of(run.path):

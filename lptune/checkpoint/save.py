@@ -22,6 +22,7 @@ this rank. An error is raised by the next `check`, which the loop calls in every
 """
 
 import math
+import os
 import shutil
 import threading
 import time
@@ -57,8 +58,8 @@ from lptune.checkpoint.stored import (
     as_shards,
     beside_parameters_of,
     check_names,
-    further,
     listing,
+    named,
     parameters_of,
     state_of,
 )
@@ -214,7 +215,7 @@ class CheckpointWriter:
 
     def _contents(self, tensors: Mapping[str, Tensor], num_updates: int) -> dict[str, list["_Part"]]:
         """By file name: the parts that this rank writes into the file."""
-        beside = further(self._model, tensors)
+        beside = named(self._model, tensors)
         groups = {
             "model": parameters_of(self._model) + beside_parameters_of(self._model),
             "optimizer": state_of(self._model, self._optimizer, num_updates),
@@ -340,7 +341,7 @@ class CheckpointWriter:
         files["state.json"] = describe_file(partial / "state.json")
         write_manifest(partial, job.step, self._world.size, files, shards)
         final = self._folder / step_folder_name(job.step)
-        if final.exists():  # a published checkpoint is never overwritten
+        if os.path.lexists(final):  # a published checkpoint is never overwritten
             set_aside(final)
         publish_folder(partial, final)
 

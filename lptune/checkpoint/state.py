@@ -53,11 +53,9 @@ class About:
     torch: str
     """Versions of lptune and torch."""
     average_checkpoints: int = 1
-    """`export.average_checkpoints`. A checkpoint of an older version has no value of it."""
     ema: bool = True
-    """`export.ema`; the same holds of it."""
     quantized: str = "none"
-    """`export.quantized`; the same holds of it."""
+    """Keys of `export`, of which a checkpoint of an older version has no values."""
 
 
 def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
@@ -189,18 +187,17 @@ class RunState:
     @property
     def about(self) -> About:
         """The block `about`, which an export needs."""
-        block, types = self.content.get("about"), get_type_hints(About)
-        if isinstance(block, dict):
-            block = {"average_checkpoints": 1, "ema": True, "quantized": "none"} | block
-        if not isinstance(block, dict) or block.keys() != types.keys():
+        try:
+            about = About(**self.content["about"])
+        except (LookupError, TypeError):
             raise UserError(
                 f"{self.path}: does not say what it is a checkpoint of; another version of lptune wrote it: "
                 "export it with that version"
-            )
-        for key, type_ in types.items():
-            if not isinstance(block[key], type_):
-                raise UserError(f"{self.path}: about.{key}: cannot be {block[key]!r}")
-        return About(**block)
+            ) from None
+        for key, type_ in get_type_hints(About).items():
+            if not isinstance(value := getattr(about, key), type_):
+                raise UserError(f"{self.path}: about.{key}: cannot be {value!r}")
+        return about
 
 
 def read_state(manifest: Manifest) -> RunState:

@@ -95,9 +95,20 @@ class ConvertsState(ListsState, Protocol):
         """
 
 
+def named(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
+    """Tensors by name. `PREFIX/NAME` is cut in the same way as the parameter NAME of the model."""
+    fused = fused_rows(model)
+    return [Stored(name, t, fused.get(name.rpartition("/")[2], ())) for name, t in tensors.items()]
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The name of each parameter, as `ListsState` takes them."""
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
 def parameters_of(model: nn.Module) -> list[Stored]:
     """All parameters of the model, by name."""
-    return _named(fused_rows(model), dict(model.named_parameters()))
+    return named(model, dict(model.named_parameters()))
 
 
 def beside_parameters_of(model: nn.Module) -> list[Stored]:
@@ -107,34 +118,12 @@ def beside_parameters_of(model: nn.Module) -> list[Stored]:
         for name, parameter in model.named_parameters()
         for prefix, tensor in stored_beside(parameter).items()
     }
-    return _named(fused_rows(model), beside)
+    return named(model, beside)
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, num_updates: int) -> list[Stored]:
     """The state of the optimizer, as `ListsState.stored` lists it."""
-    return _named(fused_rows(model), listing(optimizer).stored(_names(model), num_updates))
-
-
-def state_to_fill(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], num_updates: int
-) -> list[Stored]:
-    """The state of the optimizer, created by `ListsState.restored`, to be filled."""
-    return _named(fused_rows(model), listing(optimizer).restored(_names(model), saved, num_updates))
-
-
-def state_to_convert(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Collection[str], num_updates: int
-) -> Iterator[list[Stored]]:
-    """The state of the optimizer that is stored otherwise than it is kept; see `ConvertsState`."""
-    if isinstance(optimizer, ConvertsState):
-        fused = fused_rows(model)
-        for tensors in optimizer.converted(_names(model), saved, num_updates):
-            yield _named(fused, tensors)
-
-
-def further(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[Stored]:
-    """The further tensors of `CheckpointWriter.save`. `PREFIX/NAME` is cut in the same way as NAME."""
-    return _named(fused_rows(model), tensors)
+    return named(model, listing(optimizer).stored(names_of(model), num_updates))
 
 
 def listing(optimizer: torch.optim.Optimizer) -> ListsState:
@@ -159,21 +148,9 @@ def check_names(stored: Iterable[Stored]) -> None:
 
 def as_shards(stored: Stored) -> list[Shard]:
     """The boxes that this rank has, as entries of a manifest, with an empty file name."""
-    shape = tuple(stored.tensor.shape)
-    found = []
+    shape, found = stored.tensor.shape, []
     for values, start, at in stored.pieces():
-        sizes = tuple(values.shape)
-        (row, column), (rows, columns) = (*start, 0, 0)[:2], (*sizes, 1, 1)[:2]
-        is_whole = sizes[2:] == shape[2:]
-        beyond = () if is_whole else tuple(zip(start[2:], sizes[2:], strict=True))
-        found.append(Shard("", row, rows, column, columns, at, beyond))
+        box = [*zip(start, values.shape, strict=True), (0, 1), (0, 1)][: max(2, values.dim())]
+        is_whole = values.shape[2:] == shape[2:]
+        found.append(Shard("", tuple(box[:2] if is_whole else box), at))
     return found
-
-
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
-
-
-def _named(fused: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> list[Stored]:
-    # The name is NAME or PREFIX/NAME; fused rows are those of NAME.
-    return [Stored(name, t, fused.get(name.rpartition("/")[2], ())) for name, t in tensors.items()]

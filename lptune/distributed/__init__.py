@@ -19,7 +19,7 @@ from lptune.distributed.collective_counts import (
     record_collectives,
     verify_collectives,
 )
-from lptune.distributed.compilation import Compiled, CompileWatch, check_compiler, compile_forward
+from lptune.distributed.compilation import CompileWatch, check_compiler, compile_forward
 from lptune.distributed.parallelize import (
     Execution,
     accumulate,
@@ -67,7 +67,6 @@ __all__ = [
     "Collectives",
     "ColumnParallel",
     "CompileWatch",
-    "Compiled",
     "Execution",
     "FeatureParallelNorm",
     "GatheredInput",

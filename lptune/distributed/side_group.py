@@ -7,7 +7,7 @@ since the object collectives of torch unpickle what they receive.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -37,10 +37,6 @@ class SideGroup:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def smallest(self, value: int) -> int:
-        """The smallest value of all ranks."""
-        return self._reduce(value, dist.ReduceOp.MIN)
-
     def total(self, value: int) -> int:
         """The sum of the values of all ranks."""
         return self._reduce(value, dist.ReduceOp.SUM)
@@ -48,6 +44,11 @@ class SideGroup:
     def of_main(self, value: int) -> int:
         """The value of rank 0, on all ranks."""
         return self.total(value if self.rank == 0 else 0)
+
+    def all_of_main(self, values: Sequence[int]) -> list[int]:
+        """The values of rank 0, on all ranks. Of a network folder, others may see an older state."""
+        number = self.of_main(len(values))
+        return [self.of_main(values[i] if self.rank == 0 else 0) for i in range(number)]
 
     @contextmanager
     def together(
@@ -71,7 +72,7 @@ class SideGroup:
 
     def first_line(self, line: str | None) -> str | None:
         """The line of the first rank that has one, on all ranks; None if none has. Cut at 2,048 bytes."""
-        source = self.smallest(self.size if line is None else self.rank)
+        source = self._reduce(self.size if line is None else self.rank, dist.ReduceOp.MIN)
         if source == self.size or self._group is None:
             return line
         text = torch.zeros(_LINE_BYTES, dtype=torch.uint8)

@@ -9,7 +9,7 @@
 
 `resolve` turns the headers of such files into those of the weights, as if they were stored in the dtype that
 config.json names: the names map, the loader, plan and verify see these alone. Values are read by
-checkpoint/dequantize.py, box by box. Faults of names, shapes and dtypes are found here, from the headers.
+checkpoint/adapter.py, box by box. Faults of names, shapes and dtypes are found here, from the headers.
 This file imports no torch.
 """
 

@@ -141,12 +141,11 @@ class Steps:
         check_first_loss(model, state.low, self.loader, cfg, world, done)
         if done == 0:
             self.show_samples()
-        self._writer = run.writer(state)
+        run.open_writer(state)
         is_main = world.is_main
         self._metrics = run.keep_open(MetricsWriter(run.metrics, cfg.logging, is_main, done, self.num_steps))
-        self.eval_due = is_due(done, self._eval_every, done == self.num_steps) and not run.has_evaluation(
-            done
-        )
+        is_evaluation_step = is_due(done, self._eval_every, done == self.num_steps)
+        self.eval_due = is_evaluation_step and not run.folder.has_evaluation(done)
 
     def show_samples(self) -> None:
         """Answers `num_samples` held-out prompts, prints and stores the answers; `start` does it before
@@ -182,15 +181,15 @@ class Steps:
             self._write(step.values)
             number = self.num_done
             if update.num_skipped_in_a_row >= cfg.diverged_after_steps:
-                raise update.diverged(number, self._writer.wait(), run.path)
-            self._writer.check()
+                raise update.diverged(number, run.newest(), run.path)
+            run.writer.check()
             # A skipped step has nothing new, and would drive out a good checkpoint: the next is saved.
             is_save_due |= step.is_overdue or is_due(number, cfg.checkpoint.every_steps)
             at_end = bool(step.stopped) or (number == self.num_steps and cfg.checkpoint.at_end)
             if at_end or (is_save_due and not update.num_skipped_in_a_row):
                 check_products(world, f"; what was trained after step {checked} is not saved")
                 checked = number
-                self._writer.save(number, eval_loss=step.values.get("eval_loss"), wait=at_end)
+                run.save(number, eval_loss=step.values.get("eval_loss"), wait=at_end)
                 is_save_due = False
             if step.stopped:
                 raise run.stopped(step.stopped)
@@ -201,7 +200,7 @@ class Steps:
         time is due, and whether an evaluation is. A collective.
         """
         self.num_done += 1
-        stopped, is_overdue = self._run.world.at_boundary(self._writer.is_overdue())
+        stopped, is_overdue = self._run.world.at_boundary(self._run.writer.is_overdue())
         is_last = self.num_done == self.num_steps
         return stopped, is_overdue, not stopped and is_due(self.num_done, self._eval_every, is_last)
 

@@ -14,7 +14,6 @@ from lptune.base.errors import UserError
 from lptune.base.files import (
     HeldFolder,
     LongLineError,
-    is_within,
     lines_of,
     object_of,
     open_regular,
@@ -192,14 +191,6 @@ def test_a_link_to_a_stream_is_not_replaced(tmp_path: Path) -> None:
 
 
 # ---- paths
-
-
-def test_a_circle_of_links_and_what_is_not_there_lie_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "loop").symlink_to("loop")
-    assert not is_within(tmp_path / "loop", tmp_path)
-    assert not is_within(tmp_path / "none", tmp_path)
-    assert is_within(tmp_path, tmp_path)
-    assert not is_within(tmp_path, tmp_path / "none")
 
 
 def test_only_a_regular_file_is_opened_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

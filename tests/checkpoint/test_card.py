@@ -10,7 +10,7 @@ from lptune import linear, models
 from lptune.base.errors import UserError
 from lptune.checkpoint.card import model_card, read_parts, run_parts
 from lptune.checkpoint.manifest import Manifest
-from lptune.checkpoint.state import About, RunState, about_run, read_state
+from lptune.checkpoint.state import RunState, about_run, read_state
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, PrecisionConfig
 
 
@@ -38,8 +38,7 @@ def _saved(folder: Path, step: int, kind: str, **state: Any) -> RunState:
 
 
 def _card(state: RunState) -> list[str]:
-    about = About(**about_run(_config("none"), None))
-    return model_card(about, state.step, read_parts(state), state.fingerprint).splitlines()
+    return model_card(state, read_parts(state)).splitlines()
 
 
 def test_a_run_that_was_resumed_under_another_kind_names_both_with_their_steps(tmp_path: Path) -> None:

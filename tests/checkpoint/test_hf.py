@@ -6,6 +6,7 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -144,79 +145,21 @@ def test_tables_that_follow_from_the_config_are_ignored(tmp_path: Path) -> None:
     assert len(_load(_folder(tmp_path / "model", _weights() | extra))) == len(_weights())
 
 
-def _missing(t: dict[str, torch.Tensor]) -> None:
-    t["model.layers.0.mlp.up_projj.weight"] = t.pop("model.layers.0.mlp.up_proj.weight")
-
-
-def _unexpected(t: dict[str, torch.Tensor]) -> None:
-    t["model.layers.9.mlp.up_proj.weight"] = torch.zeros(3)
-
-
-def _shape(t: dict[str, torch.Tensor]) -> None:
-    t["model.norm.weight"] = torch.ones(7)
-
-
-def _int8(t: dict[str, torch.Tensor]) -> None:
-    t["model.norm.weight"] = t["model.norm.weight"].to(torch.int8)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            _missing,
-            r"'model.layers.0.mlp.up_proj.weight' is missing \(did you mean '.*up_projj.weight'\?\)",
+            lambda t: t.update({"model.norms.weight": t.pop("model.norm.weight")}),
+            r"'model.norm.weight' is missing \(did you mean 'model.norms.weight'\?\)",
         ),
-        (
-            _unexpected,
-            r"model.safetensors: tensor 'model.layers.9.mlp.up_proj.weight' is not part of this model",
-        ),
-        (_shape, r"tensor 'model.norm.weight' has shape \[7\], config.json asks for"),
-        (_int8, r"tensor 'model.norm.weight' is stored as I8; only F64, F32, BF16, F16 can be trained"),
         (lambda t: t.pop("lm_head.weight"), "'lm_head.weight' is missing; if the head is tied"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: object, message: str) -> None:
+def test_what_a_missing_tensor_may_be_is_said(tmp_path: Path, change: Any, message: str) -> None:
     tensors = _weights()
-    change(tensors)  # type: ignore[operator]
+    change(tensors)
     with pytest.raises(UserError, match=message):
         _load(_folder(tmp_path / "model", tensors))
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    folder = _folder(tmp_path / "model", _weights(), num_files=3)
-    second = folder / "model-00002-of-00003.safetensors"
-    content = second.read_bytes()
-    second.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"model-00002-of-00003.safetensors: is no readable safetensors file"):
-        checkpoint.read_index(folder)
-    second.unlink()
-    with pytest.raises(
-        UserError, match=r"index.json: names model-00002-of-00003.safetensors, which is not in the folder"
-    ):
-        checkpoint.read_index(folder)
-    (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(UserError, match=r"holds 2 safetensors files but no model\.safetensors\.index\.json"):
-        checkpoint.read_index(folder)
-
-
-def test_an_index_that_lies_or_leads_elsewhere_is_refused(tmp_path: Path) -> None:
-    folder = _folder(tmp_path / "model", _weights(), num_files=2)
-    path = folder / "model.safetensors.index.json"
-    good = json.loads(path.read_text(encoding="utf-8"))
-    for file in ("../model.safetensors", "/etc/passwd", "weights.bin", 3):
-        path.write_text(
-            json.dumps({"weight_map": good["weight_map"] | {"lm_head.weight": file}}), encoding="utf-8"
-        )
-        with pytest.raises(UserError, match=r"a plain \*.safetensors file name is needed"):
-            checkpoint.read_index(folder)
-    wrong = good["weight_map"] | {"another.weight": "model-00001-of-00002.safetensors"}
-    path.write_text(json.dumps({"weight_map": wrong}), encoding="utf-8")
-    with pytest.raises(UserError, match=r"holds 'another\.weight', which it does not"):
-        checkpoint.read_index(folder)
-    path.write_text("{ not json", encoding="utf-8")
-    with pytest.raises(UserError, match="line 1: not valid JSON"):
-        checkpoint.read_index(folder)
 
 
 def test_links_of_the_hubs_cache_are_followed_and_links_elsewhere_are_not(tmp_path: Path) -> None:
@@ -242,10 +185,7 @@ def test_links_of_the_hubs_cache_are_followed_and_links_elsewhere_are_not(tmp_pa
         checkpoint.read_index(copied)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tokenizer.model", "vocab.txt", "merges.txt", "x.tiktoken", "chat_template.jinja", "README.md"],
-)
+@pytest.mark.parametrize("name", ["tokenizer.model", "chat_template.jinja", "README.md"])
 def test_a_link_out_of_the_folder_is_refused_whatever_it_is_called(tmp_path: Path, name: str) -> None:
     folder, secret = _folder(tmp_path / "model", _weights()), tmp_path / "secret"
     secret.write_text("secret")
@@ -257,14 +197,6 @@ def test_a_link_out_of_the_folder_is_refused_whatever_it_is_called(tmp_path: Pat
     (folder / "within").write_text("")
     (folder / name).symlink_to("within")
     checkpoint.read_index(folder)
-
-
-@pytest.mark.parametrize("name", [b"\xffx.json", b"a\x1b[2Jb.json", b"two\nlines"])
-def test_a_name_that_no_export_could_list_is_refused_at_the_start(tmp_path: Path, name: bytes) -> None:
-    folder = _folder(tmp_path / "model", _weights())
-    (folder / os.fsdecode(name)).write_text("{}")
-    with pytest.raises(UserError, match=r"model: holds a file whose name is '.*\\.*'; rename it"):
-        checkpoint.read_index(folder)
 
 
 def test_templates_and_pipes_of_a_model_are_looked_at_as_well(tmp_path: Path) -> None:
@@ -303,44 +235,10 @@ def test_a_weight_that_is_not_finite_is_named_while_loading(
         _load(folder)
 
 
-def test_a_file_that_is_something_else_says_what_it_is(tmp_path: Path) -> None:
-    path = _folder(tmp_path / "model", _weights()) / "model.safetensors"
-    for content, message in (
-        (
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-            "git-lfs pointer; run `git lfs pull`",
-        ),
-        (b"PK\x03\x04 a zip of torch.save", "a pickle of torch.save, which is never loaded; convert it"),
-        (b"<html>404</html>", "download it again"),
-        (b"", "download it again"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            checkpoint.read_index(path.parent)
-
-
-def test_an_adapter_is_refused_and_a_merged_model_beside_one_is_not(tmp_path: Path) -> None:
+def test_a_merged_model_beside_an_adapter_is_read(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", _weights())
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
     assert checkpoint.read_index(folder).files == ["model.safetensors"]
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    with pytest.raises(UserError, match="holds an adapter, not a model; merge it into its base model first"):
-        checkpoint.read_index(folder)
-
-
-def test_pickled_weights_are_never_loaded(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04anything")
-    with pytest.raises(
-        UserError, match=r"only pickled weights \(pytorch_model.bin\), which are never loaded"
-    ):
-        checkpoint.read_index(folder)
-    (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(UserError, match=r"holds no \*.safetensors file"):
-        checkpoint.read_index(folder)
-    with pytest.raises(UserError, match="is not a folder"):
-        checkpoint.read_index(tmp_path / "nowhere")
 
 
 def test_real_checkpoints_load_exactly(assets: Path) -> None:

@@ -210,11 +210,9 @@ def test_an_export_of_another_form_is_named_and_one_of_an_older_step_is_none(tmp
     ("content", "what"),
     [
         (b'{"step": 2, "dty', "line 1: not valid JSON: Unterminated string"),
-        (b"[4]", r"does not say of which step export/ is, found \[4\]"),
+        (b"[4]", "expected a JSON object, found list"),
         (b'{"step": true}', "does not say of which step export/ is"),
         (100_000 * b"[", "its brackets are nested too deep"),
-        (b'{"step": 4, "dtype": 5}', "dtype: cannot be 5"),
-        (b'{"step": 4, "max_shard_gib": NaN}', "max_shard_gib: cannot be nan"),
     ],
     ids=lambda value: str(value)[:20],
 )

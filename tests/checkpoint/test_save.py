@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
+from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint import save as saving
 from lptune.checkpoint.retention import steps_to_keep
 from lptune.config import CheckpointConfig
@@ -68,23 +69,29 @@ def world() -> Iterator[World]:
         yield world
 
 
+@pytest.fixture
+def may_write(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files are written once it is set."""
+    event, save_tensors = threading.Event(), saving.save_tensors
+
+    def slow(path: Path, tensors: Values) -> None:
+        assert event.wait(60)
+        save_tensors(path, tensors)
+
+    monkeypatch.setattr(saving, "save_tensors", slow)
+    return event
+
+
 def _equal(a: Values, b: Values) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_training_goes_on_while_files_are_written_and_the_checkpoint_is_that_of_its_step(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, may_write: threading.Event
 ) -> None:
     run = Run(tmp_path, world)
     run.train()
     expected = run.values()
-    may_write, save_tensors = threading.Event(), saving.save_tensors
-
-    def slow(path: Path, tensors: Values) -> None:
-        assert may_write.wait(60)
-        save_tensors(path, tensors)
-
-    monkeypatch.setattr(saving, "save_tensors", slow)
     run.save(1)
     for _ in range(3):
         run.train()
@@ -137,7 +144,7 @@ def _save_by_the_clock(rank: int, num_ranks: int, folder: str) -> None:
                 assert stopped is None
                 if is_save_due:  # a collective: ranks that did not agree would hang
                     writer.save(step, {"fingerprint": {}}, wait=True)
-        assert [path.name for path in checkpoint.list_checkpoints(run.folder)] == [
+        assert [path.name for path in list_checkpoints(run.folder)] == [
             "step-00000006",
             "step-00000003",
         ]
@@ -171,16 +178,9 @@ def test_an_hour_without_a_save_is_overdue_unless_no_checkpoint_is_wanted(
 
 
 def test_a_save_that_is_still_being_written_is_not_overdue_again(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, may_write: threading.Event
 ) -> None:
     run, now_s = Run(tmp_path, world), 0.0
-    may_write, save_tensors = threading.Event(), saving.save_tensors
-
-    def slow(path: Path, tensors: Values) -> None:
-        assert may_write.wait(60)
-        save_tensors(path, tensors)
-
-    monkeypatch.setattr(saving, "save_tensors", slow)
     run.train()
     cfg = CheckpointConfig(every_minutes=30)
     with checkpoint.CheckpointWriter(

@@ -5,7 +5,7 @@ Nothing in lptune/checkpoint knows the states of these optimizers, nor their nam
 
 import gc
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from lptune import checkpoint, distributed, training
 from lptune.base.errors import UserError
 from lptune.checkpoint.files import save_tensors
-from lptune.checkpoint.stored import Stored, as_shards, further, parameters_of
+from lptune.checkpoint.stored import Stored, as_shards, named, parameters_of
 from lptune.config import CheckpointConfig, ParallelConfig
 from lptune.distributed import World, local_pieces, on_this_rank, whole_piece, zeros_by_rows
 from lptune.distributed.tensor_parallel import cut
 from tests.faults.state import stored_tensors
 from tests.helpers.ranks import Ranks
-from tests.helpers.saving import save
+from tests.helpers.saving import save, train
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -136,24 +136,15 @@ def _built(name: str, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, OPTIMIZERS[name](model)
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    for step in range(first, last):
-        x_TK = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
-        # The same rows on all ranks: FSDP's mean of their gradients is each of them, on any number of ranks.
-        model(x_TK).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _train_and_save(rank: int, num_ranks: int, folder: str, name: str) -> None:
     """Steps 0 to 3, saved after 2 in the background and after 3."""
     with distributed.session("cpu") as world:
         model, optimizer = _built(name, world)
-        _train(model, optimizer, 0, 2)
+        train(model, optimizer, 0, 2)
         cfg = CheckpointConfig(keep_last=9)
         with checkpoint.CheckpointWriter(Path(folder), model, optimizer, world, cfg) as writer:
             writer.save(2, {"fingerprint": {}})
-            _train(model, optimizer, 2, 3)
+            train(model, optimizer, 2, 3)
             writer.save(3, {"fingerprint": {}}, wait=True)
 
 
@@ -163,14 +154,8 @@ def _resume_and_save(rank: int, num_ranks: int, source: str, folder: str, name: 
         model, optimizer = _built(name, world)
         checkpoint.load_state(checkpoint.verify(Path(source) / "step-00000002"), model, optimizer)
         save(Path(folder), 2, model, optimizer, world)
-        _train(model, optimizer, 2, 3)
+        train(model, optimizer, 2, 3)
         save(Path(folder), 3, model, optimizer, world)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def _same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -268,7 +253,7 @@ def test_an_optimizer_that_lists_nothing_is_refused_before_it_is_trained(tmp_pat
 def test_state_of_another_optimizer_is_refused_and_not_dropped(tmp_path: Path) -> None:
     with _session() as world:
         model, optimizer = _built("adamw", world)
-        _train(model, optimizer, 0, 1)
+        train(model, optimizer, 0, 1)
         path = save(tmp_path, 1, model, optimizer, world)
     for name, message in (
         ("momentum", r"holds 'exp_avg/experts', which Momentum does not keep"),
@@ -326,8 +311,8 @@ def _fused_average(rank: int, num_ranks: int) -> None:
         assert world.tensor_mesh is not None
         cut(model, world.tensor_mesh, {"qkv": distributed.ColumnParallel((4, 4, 4))})
         (weight,) = parameters_of(model)
-        (average,) = further(model, {"average/qkv.weight": weight.tensor.detach().clone()})
-        boxes = [[(shard.start, shard.rows) for shard in as_shards(each)] for each in (weight, average)]
+        (average,) = named(model, {"average/qkv.weight": weight.tensor.detach().clone()})
+        boxes = [[shard.box[0] for shard in as_shards(each)] for each in (weight, average)]
         assert boxes[0] == boxes[1] == [(2 * rank + first, 2) for first in (0, 4, 8)]
 
 
@@ -395,7 +380,7 @@ def _train_head_or_experts(
     """Trains the parameters whose names begin with `trained`."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
-    _train(model, optimizer, first, last)
+    train(model, optimizer, first, last)
 
 
 def _freeze_and_resume(rank: int, num_ranks: int, folder: str, name: str, schedule: list[str]) -> None:
@@ -429,7 +414,7 @@ def test_a_parameter_that_was_frozen_resumes_with_its_own_count_of_updates(
 def test_counts_that_are_the_runs_are_in_no_file(tmp_path: Path) -> None:
     with _session() as world:
         model, optimizer = _built("adamw", world)
-        _train(model, optimizer, 0, 2)
+        train(model, optimizer, 0, 2)
         path = save(tmp_path, 2, model, optimizer, world)
         names = {name for name, _ in model.named_parameters()}
         assert stored_tensors(path).keys() == names | {

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, training
 from lptune.base.errors import UserError
 from lptune.config import OptimizerConfig, ParallelConfig, PrecisionConfig
+from lptune.distributed import Collectives, record_collectives
 from lptune.kernels import HEADER_BYTES, Packed, unpack_rows
 from lptune.linear import GatheredWeight, MasterWeight
 from tests.helpers.ranks import Ranks
@@ -72,22 +72,10 @@ def _shard(
     fully_shard(model, mesh=world.data_mesh, mp_policy=policy)
 
 
-class _Collectives(TorchDispatchMode):
-    """What the collectives bring to a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathers: list[tuple[int, bool]] = []
-        """Bytes, and whether they are bytes or bfloat16."""
-        self.num_all_reduces = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.gathers.append((args[0].numel() * args[0].element_size(), args[0].dtype == torch.uint8))
-        self.num_all_reduces += func is torch.ops.c10d.allreduce_.default
-        return func(*args, **(kwargs or {}))
+def _gathers(executed: Collectives) -> list[tuple[int, bool]]:
+    """Bytes of each gather, in order of size, and whether they are bytes or bfloat16."""
+    gathers = (each for each in executed.elements() if each.operation == "all_gather")
+    return sorted((each.num_bytes, each.dtype == "uint8") for each in gathers)
 
 
 def _train(
@@ -101,8 +89,7 @@ def _train(
     """AdamW steps of two micro-batches, with an evaluation after the third and other weights loaded after
     the fourth: the losses, all weights at the end, the first forward's gathers and each step's all-reduces.
 
-    compiled: nothing is counted, which the compiler does not allow, and the evaluation, which would be
-    compiled once more, left out.
+    compiled: the evaluation, which would be compiled once more, is left out.
     """
     optimizer = training.build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.1))
     linear.PrecomputedScales(model, optimizer)
@@ -114,15 +101,14 @@ def _train(
 
     results, num_all_reduces = {}, []
     for step in range(num_steps):
-        collectives = _Collectives()
-        with contextlib.nullcontext() if compiled else collectives, scaling.step():
+        with record_collectives() as executed, scaling.step():
             for micro_batch in range(2):
                 loss = model(batch()).float().square().sum()
                 if step == micro_batch == 0:
-                    results["gathers"] = torch.tensor(collectives.gathers)
+                    results["gathers"] = torch.tensor(_gathers(executed))
                 loss.backward()
                 results[f"loss.{step}.{micro_batch}"] = loss.detach()
-        num_all_reduces.append(collectives.num_all_reduces)
+        num_all_reduces.append(executed.num_calls(operation="all_reduce"))
         clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -152,10 +138,10 @@ def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], where:
 
 
 def _bytes(kind: str, gather: str, num_ranks: int) -> list[int]:
-    """The closed form of what each layer's gather brings: weight and bias, rows padded alike."""
+    """The closed form of what each layer's gather brings: weight and bias, rows padded alike. In order."""
     header = HEADER_BYTES if kind in ROWWISE else 0
     sizes = [(-(-n // num_ranks) * num_ranks, k) for k, n in itertools.pairwise(SIZES)]
-    return [rows * (2 * k if gather == "high" else header + k) + 2 * rows for rows, k in sizes]
+    return sorted(rows * (2 * k if gather == "high" else header + k) + 2 * rows for rows, k in sizes)
 
 
 def _check_kinds(rank: int, num_ranks: int, kinds: Sequence[str]) -> None:

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lptune import distributed, linear, training
-from lptune.base.errors import UserError
 from lptune.config import OptimizerConfig, PrecisionConfig
 from lptune.linear import Int8Weight, dequantized, int8_rows
 from tests.helpers.ranks import Ranks
@@ -189,11 +188,3 @@ def test_state_dicts_of_a_sharded_model_are_plain_and_bring_every_bit_back() -> 
             _shard(other, world, torch.float32, True)
             load(other)
             _assert_equal(get_model_state_dict(other, options=options), expected)
-
-
-def test_a_sharded_model_cannot_be_unconverted() -> None:
-    with distributed.session("cpu") as world:
-        model = _model()
-        _shard(model, world, torch.float32, True)
-        with pytest.raises(UserError, match=r"unconvert\(\) comes before fully_shard"):
-            linear.unconvert(model)

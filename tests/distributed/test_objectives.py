@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear, models
 from lptune.config import ParallelConfig
+from lptune.distributed import record_collectives
 from lptune.distributed.activation_collectives import Group, RankWords
 from lptune.distributed.compilation import compile_chunk_loss
 from lptune.models import TopKDivergence, WeightedSum, chunks
@@ -41,18 +41,6 @@ class _PartOfTheLogits(nn.Module):
         return logits_TV[:, self.words.first : self.words.first + self.words.width]
 
 
-class _AllReduces(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops._c10d_functional.all_reduce.default
-        return func(*args, **(kwargs or {}))
-
-
 def _cases(num_tokens: int = T) -> dict[str, models.Objective]:
     _, _, teacher_TV = one_rank.inputs()
     teacher_TV = teacher_TV[:num_tokens]
@@ -73,16 +61,18 @@ def _objectives_of_parts(rank: int, num_ranks: int) -> dict[str, Tensor]:
                 leaf_TV = logits_TV.detach()[:num_tokens].requires_grad_()
                 of_chunk = functools.partial(one_rank.chunk_loss(V), head, objective)
                 tensors = [leaf_TV, labels_T[:num_tokens], *objective.targets]
-                with _AllReduces() as forward:
+                with record_collectives() as forward:
                     parameters = () if is_number(objective) else None  # the head has none
                     found = in_chunks(of_chunk, tensors, V, max_logits=max_logits, parameters=parameters)
-                with _AllReduces() as backward:
+                with record_collectives() as backward:
                     (gradient_TV,) = torch.autograd.grad(found.sum(), leaf_TV)
                 # The gradient of another rank's words is zero here.
                 torch.distributed.all_reduce(gradient_TV)
                 key = f"{name}, {num_tokens} tokens, {max_logits}"
                 results[key], results[f"{key}: gradient"] = found.detach(), gradient_TV
-                results[f"{key}: all-reduces"] = torch.tensor([forward.count, backward.count])
+                results[f"{key}: all-reduces"] = torch.tensor(
+                    [each.num_calls(operation="all_reduce") for each in (forward, backward)]
+                )
     return results
 
 
@@ -226,18 +216,7 @@ class _Whole:
         return values_t.sum()
 
 
-class _Parted(_Whole):
-    """log(Z)**2 of all parts."""
-
-    serves_parts = True
-
-    def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
-        largest_t = logits.words.largest(logits.for_each_token(lambda x_tv: x_tv.amax(1))).detach()
-        sums_t = logits.for_each_token(lambda x_tv, m_t: (x_tv - m_t[:, None]).exp().sum(1), largest_t)
-        return (logits.words.sum(sums_t).log() + largest_t).square()
-
-
-class _Overwritten(_Parted):
+class _Overwritten(type(one_rank.documented_objective())):
     """Its `values` are those of a whole vocabulary again."""
 
     def values(self, logits: Logits, labels_t: Tensor) -> Tensor:
@@ -251,7 +230,7 @@ def _own_objectives(rank: int, num_ranks: int) -> list[str]:
     with distributed.session("cpu", cfg.parallel) as world:
         model = build(world, cfg, preset_config("llama3_2", vocab_size=131))
         tokens_BS = torch.randint(0, 131, (2, 17), generator=torch.Generator().manual_seed(0))
-        for objective in (_Whole(), _Overwritten(), _Parted(), one_rank.documented_objective()):
+        for objective in (_Whole(), _Overwritten(), one_rank.documented_objective()):
             try:
                 value = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:], loss=objective)
                 found.append(f"{value.item():.3f}")
@@ -261,14 +240,13 @@ def _own_objectives(rank: int, num_ranks: int) -> list[str]:
 
 
 def test_an_objective_of_a_whole_vocabulary_is_refused_where_that_is_cut(ranks: Ranks) -> None:
-    whole, overwritten, parted, documented = _own_objectives(0, 1)
-    assert whole == overwritten == parted == documented
-    for refused, also, found, page in ranks.run(_own_objectives, NUM_RANKS):
+    whole, overwritten, documented = _own_objectives(0, 1)
+    assert whole == overwritten == documented
+    for refused, also, found in ranks.run(_own_objectives, NUM_RANKS):
         assert refused.startswith("_Whole would see a part of the vocabulary")
         assert refused.endswith("or train with parallel.tensor=1")
         assert also.startswith("_Overwritten would see a part")
-        assert float(found) == pytest.approx(float(parted), rel=1e-4)
-        assert float(page) == pytest.approx(float(parted), rel=1e-4)
+        assert float(found) == pytest.approx(float(documented), rel=1e-4)
 
 
 VOCABULARY, ROWS, TOKENS = 160, 2, 18

@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import distributed, linear
 from lptune.base.errors import UserError
 from lptune.config import PRECISION_KINDS, ParallelConfig, PrecisionConfig
+from lptune.distributed import record_collectives
 from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import Ranks
 
@@ -194,22 +194,6 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class _Gathers(TorchDispatchMode):
-    """Bytes of each gather."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.found.append(result.numel() * result.element_size())
-        return result
-
-
 FOLDED = {"kind": "int8_rowcol", "grad_weight": "folded"}
 GATHERED_IN_8_BITS: dict[str, dict[str, Any]] = {"row": FOLDED, "tensor": {"kind": "int8_tensorwise"}}
 
@@ -235,8 +219,11 @@ def _with_our_styles(rank: int, num_ranks: int) -> dict[str, dict[str, Tensor]]:
                 losses = []
                 for _ in range(2):
                     x = torch.randn(ROWS, TOKENS, HIDDEN).chunk(num_ranks, dim=1)[rank]
-                    with _Gathers() as gathers:
+                    with record_collectives() as executed:
                         loss = (model(x) - x.roll(1, dims=-1)).square().mean()
+                    gathers = [
+                        each.num_bytes for each in executed.elements() if each.operation == "all_gather"
+                    ]
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
@@ -244,7 +231,7 @@ def _with_our_styles(rank: int, num_ranks: int) -> dict[str, dict[str, Tensor]]:
                 weights = {name: each.to_local() for name, each in model.named_parameters()}  # type: ignore[attr-defined]
                 found[f"{shared} {gather}"] = {
                     "losses": torch.stack(losses),
-                    "gathers": torch.tensor(gathers.found),
+                    "gathers": torch.tensor(gathers),
                     **{name: weight.detach() for name, weight in weights.items()},
                 }
     return found

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lptune import checkpoint, distributed, linear, models, training
 from lptune.base.errors import UserError
@@ -26,6 +25,7 @@ from lptune.config import (
     ParallelConfig,
     PrecisionConfig,
 )
+from lptune.distributed import record_collectives
 from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.kernels import HEADER_BYTES
 from tests.helpers.ranks import Ranks
@@ -35,6 +35,8 @@ from tests.helpers.tiny_run import clip_grad_norm
 SEQ_LEN, NUM_MICRO_BATCHES, ROWS = 16, 2, 2
 LOW_TOKENS = ("int8_rowcol", "float8_rowwise", "int8_tensorwise", "float8_tensorwise")
 FOLDED = ("int8_rowcol", "float8_rowwise")
+GATHER = ("all_gather", "tensor")
+"""Operation and axis of a gather of tokens."""
 
 
 def _config(kind: str = "none", *, tokens: str = "auto", **parallel: Any) -> FinetuneConfig:
@@ -104,22 +106,6 @@ def _gradients_of_a_step(world: distributed.World, model: models.Decoder) -> dic
         results[name] = distributed.full_tensor(parameter.grad, fused.get(name, ())).contiguous()
     results["grad_norm"] = clip_grad_norm(model, 0.0)
     return results
-
-
-class _TokenGathers(TorchDispatchMode):
-    """(dtype, bytes) of each gather over the axis `tensor`, as it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[torch.dtype, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.found.append((result.dtype, result.numel() * result.element_size()))
-        return result
 
 
 FAMILIES = {
@@ -197,9 +183,10 @@ def _every_kind(rank: int, num_ranks: int) -> OfKinds:
         for kind, tokens in cases:
             cfg = _config(kind, tokens=tokens, tensor=2)
             model = build(world, cfg, preset_config("llama3_2"))
-            with _TokenGathers() as gathers:
+            with record_collectives(world.mesh) as executed:
                 results = _step(world, model)
-            low = [size for dtype, size in gathers.found if dtype == torch.uint8]
+            of_tokens = (each for each in executed.elements() if (each.operation, each.axis) == GATHER)
+            low = [each.num_bytes for each in of_tokens if each.dtype == "uint8"]
             found[kind, tokens] = results | {"low_gathers": torch.tensor(low)}
     return found
 

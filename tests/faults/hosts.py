@@ -65,19 +65,8 @@ class Network:
         self._in(self._switch, "link", "set", "bridge", "up")
         for number, name in enumerate(self._names):
             _ip("netns", "add", name)
-            self._in(
-                self._switch,
-                "link",
-                "add",
-                f"to{number}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                name,
-            )
+            pair = f"to{number} type veth peer name eth0 netns {name}"
+            self._in(self._switch, "link", "add", *pair.split())
             self._in(self._switch, "link", "set", f"to{number}", "master", "bridge")
             self._in(self._switch, "link", "set", f"to{number}", "up")
             self._in(name, "link", "set", "lo", "up")

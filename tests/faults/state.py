@@ -89,10 +89,8 @@ class State:
         """How often the optimizer has stepped."""
         return self.optimizer.step_number
 
-    def advance(self, to: int | None = None) -> int:
-        """One step, or the one that leads to `to`; returns its number."""
-        if to is not None:
-            self.optimizer.step_number = to - 1
+    def advance(self) -> int:
+        """One step; returns its number."""
         self.optimizer.step()
         return self.step
 

@@ -1,4 +1,4 @@
-"""Saving in one line, for tests."""
+"""Training and saving in one line each, for tests."""
 
 from pathlib import Path
 from typing import Any
@@ -23,3 +23,14 @@ def save(
     with checkpoint.CheckpointWriter(folder, model, optimizer, world, cfg) as writer:
         writer.save(step, {"fingerprint": {}}, wait=True)
     return folder / f"step-{step:08d}"
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Steps `first` to `last` of a model whose output is its loss, on rows that are functions of the step."""
+    width = next(model.parameters()).shape[-1]
+    for step in range(first, last):
+        x_TK = torch.randn(8, width, generator=torch.Generator().manual_seed(step))
+        # The same rows on all ranks: FSDP's mean of their gradients is each of them, on any number of ranks.
+        model(x_TK).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -244,7 +244,7 @@ def _first_gradients(run_folder: Path) -> dict[str, Tensor]:
             parts = []
             for shard in sorted(shards, key=lambda each: each.start):
                 with safe_open(str(manifest.folder / shard.file), framework="pt") as file:
-                    parts.append(file.get_tensor(name)[shard.at : shard.at + shard.rows])
+                    parts.append(file.get_tensor(name)[shard.at : shard.at + shard.num_rows])
             found[name] = torch.cat(parts)
     assert found
     return found

@@ -88,9 +88,7 @@ def test_what_recipes_call_takes_no_function_no_batch_and_no_loss() -> None:
     assert found == allowed
 
 
-@pytest.mark.parametrize(
-    "cls", [checkpoint.Run, checkpoint.RunWriter, training.State, training.Steps, training.Step]
-)
+@pytest.mark.parametrize("cls", [checkpoint.Run, training.State, training.Steps, training.Step])
 def test_no_method_of_what_lives_as_long_as_a_run_takes_a_function(cls: type) -> None:
     """Nor a batch or a loss, but for what TAKES names and what the library calls itself."""
     methods = [method for _, method in inspect.getmembers(cls, inspect.isfunction)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.base.errors import UserError
-from lptune.base.files import is_within, kind_of, write_errors, write_text
+from lptune.base.files import kind_of, write_errors, write_text
 from lptune.base.text import printable
 from lptune.cli import interrupts
 from lptune.cli.places import PathArgument
@@ -100,7 +100,7 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
             found = kind_of(folder, follow=True)
             what = f"is {found}" if found else "no such folder"
             raise UserError(f"{folder}: {what}; give the folder of a run, its output_dir")
-        if not any(is_within(folder, other) and is_within(other, folder) for other in folders):
+        if not any(folder.samefile(other) for other in folders):
             folders.append(folder)
     if len(folders) > _MAX_RUNS:
         raise UserError(
@@ -108,11 +108,7 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
         )
     if reference is None:
         return folders, None
-    return folders, next(
-        place
-        for place, folder in enumerate(folders)
-        if folder == reference or (is_within(reference, folder) and is_within(folder, reference))
-    )
+    return folders, next(place for place, folder in enumerate(folders) if folder.samefile(reference))
 
 
 def _read(folders: Sequence[Path]) -> "list[Run]":
