@@ -256,7 +256,7 @@ RUNS: list[tuple[Damage, str]] = [
     (renamed("model-1.safetensors", "model-2.safetensors"), "checkpoint: holds 2 safetensors | no model.safetensors"),
     # --- tokenizer
     (removed("checkpoint/tokenizer.json"), "checkpoint/tokenizer.json: not found | copy it from the original"),
-    (cut("checkpoint/tokenizer.json"), "checkpoint/tokenizer.json: cannot be read as JSON | copy it again"),
+    (cut("checkpoint/tokenizer.json"), "checkpoint/tokenizer.json: line | not valid JSON | copy it again"),
     (edit_json("checkpoint/tokenizer_config.json", added_tokens_decoder=["<pad>"]), "checkpoint: | copy them again"),
     # --- files of data
     (keys({"data.source": "rows.jsnl"}), "rows.jsnl: no such file | mean 'rows.jsonl'? | set data.source"),
