@@ -98,19 +98,6 @@ class ChatTemplate:
                 )
             self._ask(source, [])
 
-    def to_values(self) -> dict[str, Any]:
-        """All of it as JSON values, for `of_values` in another process."""
-        texts = sorted(self.special_texts)
-        return {
-            "sources": self.sources, "special_tokens": self.special_tokens, "special_texts": texts,
-            "where": self.where, "date": self.date.isoformat(),
-        }  # fmt: skip
-
-    @classmethod
-    def of_values(cls, values: dict[str, Any]) -> "ChatTemplate":
-        """The template of which `to_values` made `values`. Its syntax is checked again."""
-        return cls(**values | {"date": Date.fromisoformat(values["date"])})
-
     def anew(self) -> "ChatTemplate":
         """The same template, which has not seen a conversation yet."""
         found = copy.copy(self)

@@ -192,25 +192,6 @@ class Tokenizer:
         """The jinja source of the chat template, for exports; None if there is none."""
         return self.template.sources["default"] if self.template else None
 
-    def to_values(self) -> dict[str, Any]:
-        """All of it as JSON values, for `of_values` in another process."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        template = self.template and self.template.to_values()
-        of_folder = {"backend": self.backend.to_str(), "folder": str(self.folder), "template": template}
-        return values | of_folder | {"alphabet": None}
-
-    @classmethod
-    def of_values(cls, values: dict[str, Any]) -> "Tokenizer":
-        """The tokenizer of which `to_values` made `values`, with a Rust tokenizer of its own."""
-        backend = tokenizers.Tokenizer.from_str(values["backend"])
-        template = values["template"] and ChatTemplate.of_values(values["template"])
-        others = {
-            "backend": backend, "folder": Path(values["folder"]), "template": template,
-            "alphabet": alphabet_of(json.loads(values["backend"]), _added_texts(backend)),
-            "prefix_ids": tuple(values["prefix_ids"]), "suffix_ids": tuple(values["suffix_ids"]),
-        }  # fmt: skip
-        return cls(**values | others)
-
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`; with `add_special` also those that the tokenizer puts around every text."""
         self._refuse_infilling([text])

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -47,7 +48,7 @@ from lptune.data.layout import Layout
 from lptune.data.report import Unused
 from lptune.data.sources import JsonFloat, Row
 from lptune.data.tokenization import Item, tokenize
-from lptune.data.tokenizer import Tokenizer
+from lptune.data.tokenizer import Tokenizer, load_tokenizer
 
 CHUNK_ROWS = 2048
 CHUNK_CHARACTERS = 4 * MEBI
@@ -68,16 +69,20 @@ class Work(NamedTuple):
     fmt: Format
 
     def to_json(self) -> str:
-        """All of it, for `of_json` in another process."""
+        """All of it, for `of_json` in another process, which loads the tokenizer from its folder."""
+        template = self.tokenizer.template
+        day = template.date.isoformat() if template else None
+        loaded_by = (str(self.tokenizer.folder), self.tokenizer.given_template, day)
         fmt = dataclasses.asdict(self.fmt) | {"columns": [*self.fmt.columns]}
-        return json.dumps([dataclasses.asdict(self.cfg), self.tokenizer.to_values(), fmt])
+        return json.dumps([dataclasses.asdict(self.cfg), loaded_by, fmt])
 
     @classmethod
     def of_json(cls, text: bytes) -> "Work":
         """The work that `to_json` wrote, with a tokenizer of its own."""
-        cfg, tokenizer, fmt = json.loads(text)
+        cfg, (folder, chat_template, day), fmt = json.loads(text)
+        tokenizer = load_tokenizer(Path(folder), chat_template, date=day and date.fromisoformat(day))
         fmt |= {"columns": frozenset(fmt["columns"]), "absent": tuple(fmt["absent"])}
-        return cls(DataConfig(**cfg), Tokenizer.of_values(tokenizer), Format(**fmt))
+        return cls(DataConfig(**cfg), tokenizer, Format(**fmt))
 
     def make(self, chunk: Chunk) -> "Made":
         """The documents of a chunk. Raises UserError for a row that ends the run."""
