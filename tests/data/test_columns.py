@@ -165,19 +165,24 @@ def test_a_column_that_comes_up_late_is_read_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}), ({"system": "s"}, {"system_prompt": "t"})],
+    ("base", "one", "other"),
+    [
+        (CHAT, {"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}),
+        (CHAT, {"system": "s"}, {"system_prompt": "t"}),
+        (PAIR, {"input": "i"}, {"context": "c"}),
+    ],
 )
 def test_rows_that_name_a_part_differently_keep_it(
-    run: Callable, one: dict[str, Any], other: dict[str, Any]
+    run: Callable, base: dict[str, Any], one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    rows = [CHAT | one, CHAT | other]
+    rows = [base | one, base | other]
+    first = base if base is PAIR else rows[0]  # the second part of a prompt is one column, or comes up late
     for row, empty in zip(rows, ([], ""), strict=True):
-        assert document(row, rows[0]) == document(row)
-        assert document(row | dict.fromkeys([*one, *other], empty) | row, rows[0]) == document(row)
+        assert document(row, first) == document(row)
+        assert document(row | dict.fromkeys([*one, *other], empty) | row, first) == document(row)
     with pytest.raises(RowError, match=f"columns {next(iter(one))}, {next(iter(other))} could each be the"):
-        document(rows[0] | other, rows[0])
-    assert not notes(run(rows[0], *[CHAT] * LATE, rows[1]))
+        document(rows[0] | other, first)
+    assert not notes(run(first, *[base] * LATE, rows[1]))
     if "tools" in one:
         assert [document(row, *rows) for row in rows] == [document(row) for row in rows]
 

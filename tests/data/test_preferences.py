@@ -154,21 +154,6 @@ def test_names_of_columns_can_be_given(jsonl: Write, tokenizer: Tokenizer) -> No
     assert run(both, tokenizer, labelled=True, chosen_column="chosen").train.num_documents == 2
 
 
-@pytest.mark.parametrize(
-    ("row", "keys", "said"),
-    [
-        (TEXT, {}, "this recipe learns from one response per prompt; use full_dpo or full_kto"),
-        (TEXT, {"chosen_column": "chosen"}, r"data\.chosen_column: is a column of preferences, .* full_dpo"),
-        (RATED, {"label_column": "label"}, r"data\.label_column: is a column of answers .* full_kto"),
-    ],
-)
-def test_a_recipe_for_single_answers_names_the_one_for_these_rows(
-    row: dict[str, Any], keys: dict[str, str], said: str, jsonl: Write, tokenizer: Tokenizer
-) -> None:
-    with pytest.raises(UserError, match=said):
-        run(jsonl(row), tokenizer, preferences=False, **keys)
-
-
 def test_labels_are_true_or_false_also_as_numbers_and_as_text(jsonl: Write, tokenizer: Tokenizer) -> None:
     values = [True, 1, 1.0, "true", False, 0, "False ", "0"]
     rated = run(jsonl(*(RATED | {"label": value} for value in values)), tokenizer, labelled=True)
