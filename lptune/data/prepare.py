@@ -23,7 +23,7 @@ from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.order import split_by_prompt, weighted
 from lptune.data.packing import cut_to_fill, one_group_per_row, pack_groups
-from lptune.data.report import OF_ANSWERS, Unused, counted, describe
+from lptune.data.report import OF_ANSWERS, counted, describe
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
 from lptune.data.tokenizer import Tokenizer
@@ -293,7 +293,6 @@ def _make(
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = _DETECT[reading](cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)  # it writes nothing: it adds up what the chunks count
-    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text, layout.tally)
     counts, num_documents, num_tokens, largest_token = layout.counts, 0, 0, 0
     parts = made(chunks(itertools.chain(first, rows), bad), Work(cfg, tokenizer, fmt))
     with counting(f"tokenizing {source}", "documents") as advance, closing(parts):
@@ -317,20 +316,21 @@ def _make(
             raise UserError(f"{source}: no usable {what}: {'; '.join(dropped)}")
         if counts["num_unlearned_documents"] and not counts["num_dropped_documents"]:
             raise UserError(
-                f"{source}: all {unused.num_rows:,} rows are masked: none of their answers is learned "
+                f"{source}: all {counts['num_rows']:,} rows are masked: none of their answers is learned "
                 "(weight 0, or outside the chat template's marks); remove the weights or correct "
                 "data.chat_template"
             )
         raise UserError(
-            f"{source}: all {unused.num_rows:,} rows are masked: no document has a target within "
+            f"{source}: all {counts['num_rows']:,} rows are masked: no document has a target within "
             f"data.seq_len={cfg.seq_len} tokens; raise "
             f"data.seq_len, or check the response column and the chat template"
         )
     layout.check(is_training, num_tokens)
     of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
-    lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
+    lines = [f"{source}: {counts['num_rows']:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
     of_rows = counted(counts, seq_len=cfg.seq_len, **layout.examples())
-    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes(fmt.todo_of_unused)]]
+    of_rows += layout.tally.notes_on_unused(fmt.todo_of_unused)
+    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
 
 

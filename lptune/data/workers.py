@@ -45,7 +45,7 @@ from lptune.data.errors import BadRows, Skipped
 from lptune.data.formats import Format
 from lptune.data.hf import read_answer
 from lptune.data.layout import Layout
-from lptune.data.report import Unused
+from lptune.data.report import count_unused
 from lptune.data.sources import JsonFloat, Row
 from lptune.data.tokenization import Item, tokenize
 from lptune.data.tokenizer import Tokenizer, load_tokenizer
@@ -87,8 +87,8 @@ class Work(NamedTuple):
     def make(self, chunk: Chunk) -> "Made":
         """The documents of a chunk. Raises UserError for a row that ends the run."""
         layout, bad = Layout(self.cfg, self.tokenizer, self.fmt), BadRows(self.cfg.on_bad_row)
-        unused = Unused(self.fmt.is_used, self.fmt.message_columns, layout.template_text, layout.tally)
-        deque(unused.watch(item for item in chunk if isinstance(item, Row)), maxlen=0)
+        rows = (item for item in chunk if isinstance(item, Row))
+        count_unused(rows, self.fmt.is_used, self.fmt.message_columns, layout.template_text, layout.tally)
         documents = tokenize(chunk, self.fmt, layout, bad, seq_len=self.cfg.seq_len)
         return Made(documents, vars(layout.tally), Skipped(bad.count, bad.first))
 
