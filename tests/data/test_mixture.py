@@ -133,6 +133,9 @@ def test_evaluation_sources_are_a_list_too(sources: tuple[str, str], tokenizer: 
     assert f"note: 40 of 71 documents of {names}, {sums} have a prompt of {sums}" in prepared.report
     with pytest.raises(UserError, match=rf"data.eval_source: {names} is read twice"):
         run(sums, tokenizer, eval_source=(names, names))
+    Path(names).write_text("")
+    with pytest.raises(UserError, match=r"names.jsonl: is empty; give data.eval_source rows"):
+        run(sums, tokenizer, eval_source=names)
 
 
 def test_a_text_beside_other_sources_is_held_out_in_chunks(
