@@ -1,6 +1,6 @@
 """Tokenized documents on disk: made once per machine, mapped by all its ranks and by later runs.
 
-    FOLDER/KEY/manifest.json    format, key, size and sha256 of each array, what the report says
+    FOLDER/KEY/manifest.json    key, sha256 of each array, what the report says
     FOLDER/KEY/tokens_T.bin …   the arrays of `Documents`, end to end, little-endian
     FOLDER/KEY.lock             held while the entry is made
 
@@ -42,7 +42,6 @@ from lptune.data.errors import BadRows
 from lptune.data.sources import JsonFloat, read_rows
 from lptune.data.tokenizer import Tokenizer
 
-FORMAT = 1
 _MANIFEST = "manifest.json"
 _MAX_MANIFEST_BYTES = 4 * 1024 * 1024
 _PARTIAL = ".tmp-"
@@ -152,7 +151,7 @@ def _write(folder: Path, key: str, make: Make, is_held: bool) -> None:
         with ExitStack() as files:
             writer = _Writer(partial, files)
             facts = make(writer.add)
-            manifest = {"format": FORMAT, "key": key, "facts": facts, "arrays": writer.finish()}
+            manifest = {"key": key, "facts": facts, "arrays": writer.finish()}
         manifest["digest"] = _digest(manifest)
         with _own_files():
             write_bytes(partial / _MANIFEST, json.dumps(manifest).encode(), mode=0o600)
@@ -177,7 +176,6 @@ class _Writer:
             self._files[name] = os.fdopen(descriptor, "wb")
             files.callback(_close, self._files[name])
         self._sums = {name: hashlib.sha256() for name in DTYPES}
-        self._lengths = dict.fromkeys(DTYPES, 0)
         self._num_tokens = 0
         self._append("offsets_N1", np.zeros(1, dtype=np.int64))
 
@@ -191,20 +189,16 @@ class _Writer:
     def _append(self, name: str, array: np.ndarray[Any, Any]) -> None:
         data = np.ascontiguousarray(array, dtype=DTYPES[name]).tobytes()
         self._sums[name].update(data)
-        self._lengths[name] += len(data)
         with _own_files():
             self._files[name].write(data)
 
     @_own_files()
-    def finish(self) -> dict[str, Any]:
-        """Flushes the files to disk; returns size and digest of each."""
+    def finish(self) -> dict[str, str]:
+        """Flushes the files to disk; returns the digest of each."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        return {
-            name: {"num_bytes": self._lengths[name], "sha256": self._sums[name].hexdigest()}
-            for name in DTYPES
-        }
+        return {name: sha.hexdigest() for name, sha in self._sums.items()}
 
 
 @_own_files()
@@ -216,7 +210,7 @@ def _open(folder: Path, key: str) -> Stored | None:
     if found != "a folder":
         raise _DamagedError(f"it is {found}")
     manifest = _read_manifest(entry, key)
-    arrays = {name: _mapped(entry, name, manifest["arrays"].get(name, {})) for name in DTYPES}
+    arrays = {name: _mapped(entry, name, manifest["arrays"].get(name)) for name in DTYPES}
     with suppress(OSError):
         os.utime(entry)  # the time of its last use, for cleaning up
     arrays["answers_N2"] = arrays["answers_N2"].reshape(-1, 2)
@@ -231,7 +225,7 @@ def _read_manifest(entry: Path, key: str) -> dict[str, Any]:
     try:
         manifest = parse_json(content[:_MAX_MANIFEST_BYTES])
         digest = manifest.pop("digest")
-        same = (manifest["format"], manifest["key"], digest) == (FORMAT, key, _digest(manifest))
+        same = (manifest["key"], digest) == (key, _digest(manifest))
     except (ValueError, KeyError, TypeError, AttributeError):
         same = False
     if not same:
@@ -239,14 +233,11 @@ def _read_manifest(entry: Path, key: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def _mapped(entry: Path, name: str, expected: dict[str, Any]) -> np.ndarray[Any, Any]:
+def _mapped(entry: Path, name: str, expected: str | None) -> np.ndarray[Any, Any]:
     """The array in the file `name`, mapped: read-only, and read from disk when it is accessed."""
     with _open_file(entry / f"{name}.bin") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        if num_bytes != expected.get("num_bytes"):
-            raise _DamagedError(f"{name}.bin has {num_bytes:,} bytes")
         # Not of the mapping: that would make the whole file resident in this process.
-        if hashlib.file_digest(file, "sha256").hexdigest() != expected.get("sha256"):
+        if hashlib.file_digest(file, "sha256").hexdigest() != expected:
             raise _DamagedError(f"{name}.bin does not match its digest")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, dtype=DTYPES[name])
@@ -353,15 +344,9 @@ def _encoded(value: Any) -> dict[str, str]:
     """JSON for values of Parquet and of hub datasets that JSON lacks; equal in any process. TypeError for
     other types, whose repr may hold an address.
     """
-    if isinstance(value, bytes):
-        text = value.hex()
-    elif isinstance(value, date | time):  # a datetime is a date, too
-        text = value.isoformat()
-    elif isinstance(value, Decimal):
-        text = str(value)
-    else:
+    if not isinstance(value, bytes | date | time | Decimal):  # a datetime is a date, too
         raise TypeError(type(value).__name__)
-    return {f"\0{type(value).__name__}": text}
+    return {"\0": repr(value)}
 
 
 def files_stat(files: Sequence[Path] | None) -> tuple[tuple[int, int, int], ...]:
@@ -379,7 +364,6 @@ def cache_key(
     """
     settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key not in _APPLIED_LATER}
     parts = {
-        "format": FORMAT,
         "code": _code(),
         "versions": [tokenizers.__version__, version("jinja2"), version("transformers")],
         "content": content.digest,

@@ -184,21 +184,13 @@ def offsets_of(lengths_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def concatenated(parts: Sequence[Documents]) -> Documents:
-    """The documents of all parts, in order. parts: as their sources made them, neither selected nor cut, so
-    that documents stand end to end.
+    """The documents of all parts (at least one), in order. parts: as their sources made them, neither
+    selected nor cut, so that documents stand end to end.
     """
-    return Documents(
-        tokens_T=np.concatenate([np.zeros(0, dtype=np.int32), *(part.tokens_T for part in parts)]),
-        is_target_T=np.concatenate([np.zeros(0, dtype=np.bool_), *(part.is_target_T for part in parts)]),
-        offsets_N1=offsets_of(
-            np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)])
-        ),
-        answers_N2=np.concatenate([np.zeros((0, 2), dtype=np.int32), *(part.answers_N2 for part in parts)]),
-        prompt_keys_N=np.concatenate([np.zeros(0, dtype=np.uint64), *(part.prompt_keys_N for part in parts)]),
-        is_desirable_N=np.concatenate(
-            [np.zeros(0, dtype=np.bool_), *(part.is_desirable_N for part in parts)]
-        ),
+    tokens_T, is_target_T = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens_T", "is_target_T")
     )
+    return Documents(tokens_T=tokens_T, is_target_T=is_target_T, **_of_documents(parts))
 
 
 def joined(sources: Sequence[Documents]) -> Documents:
@@ -208,12 +200,15 @@ def joined(sources: Sequence[Documents]) -> Documents:
     return Documents(
         tokens_T=Joined([source.tokens_T for source in sources]),
         is_target_T=Joined([source.is_target_T for source in sources]),
-        offsets_N1=offsets_of(np.concatenate([source.lengths for source in sources])),
-        answers_N2=np.concatenate([source.answers_N2 for source in sources]),
-        prompt_keys_N=np.concatenate([source.prompt_keys_N for source in sources]),
-        num_targets_N=np.concatenate([source.num_targets_N for source in sources]),
-        is_desirable_N=np.concatenate([source.is_desirable_N for source in sources]),
+        **_of_documents(sources),
     )
+
+
+def _of_documents(parts: Sequence[Documents]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays with an entry for each document of all parts."""
+    names = ("answers_N2", "prompt_keys_N", "num_targets_N", "is_desirable_N")
+    found = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return found | {"offsets_N1": offsets_of(np.concatenate([part.lengths for part in parts]))}
 
 
 def num_sources(documents: Documents) -> int:

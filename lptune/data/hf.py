@@ -108,29 +108,13 @@ class _Process:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._templates: dict[str, int] = {}
 
     def ask(self, question: dict[str, Any]) -> Answer:
-        source = question.pop("source", None)
         with self._lock:
-            for _ in range(2):
-                own = dict(question)
-                if source is not None and self._child is not None and source in self._templates:
-                    own["template"] = self._templates[source]
-                elif source is not None:
-                    own |= {"source": source, "template": 0 if self._child is None else len(self._templates)}
-                try:
-                    answer = self._exchange(json.dumps(own).encode() + b"\n", own["cpu_s"])
-                except _IdleError:  # it ended between two questions
-                    continue
-                if source is not None and answer.facts.get("error") not in ("syntax", "compile"):
-                    self._templates.setdefault(source, own["template"])
-                return answer
-        raise EndedError("ends before it answers")
+            return self._exchange(json.dumps(question).encode() + b"\n", question["cpu_s"])
 
     def _exchange(self, line: bytes, cpu_s: float) -> Answer:
         if self._child is None:
-            self._templates.clear()
             self._child = subprocess.Popen(
                 [sys.executable, "-P", str(_PROGRAM)],
                 stdin=subprocess.PIPE,
@@ -153,8 +137,8 @@ class _Process:
             self.close()
             if not has_ended:
                 raise
-            if child.returncode == -signal.SIGALRM:
-                raise _IdleError from None
+            if child.returncode == -signal.SIGALRM:  # it was idle, and ended between two questions
+                return self._exchange(line, cpu_s)
             if child.returncode == -signal.SIGPROF:
                 raise EndedError(f"takes more than {cpu_s:g} s on a processor") from None
             raise EndedError(f"ends the process that reads it ({child.returncode})") from None
@@ -179,7 +163,3 @@ class _Process:
             child.kill()  # nothing, if it has ended already
             with contextlib.suppress(OSError):  # a question that it did not read
                 child.communicate()
-
-
-class _IdleError(Exception):
-    pass

@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable
 from datetime import date, datetime
+from functools import cache
 from typing import Any
 
 IDLE_S = 20
@@ -35,11 +36,7 @@ def main() -> None:
     except Exception as error:  # of a broken installation
         _write(answers, {"error": "import", "message": _text(error)}, [])
         return
-    templates: list[Any] = []
-    operations: dict[str, Callable[[dict[str, Any]], Answer]] = {
-        "load": _load,
-        "render": lambda question: _render(question, templates),
-    }
+    operations: dict[str, Callable[[dict[str, Any]], Answer]] = {"load": _load, "render": _render}
     for line in sys.stdin.buffer:
         signal.alarm(0)
         question = json.loads(line)
@@ -119,7 +116,7 @@ def _untrim_offsets(node: Any) -> None:
             _untrim_offsets(child)
 
 
-def _render(question: dict[str, Any], templates: list[Any]) -> Answer:
+def _render(question: dict[str, Any]) -> Answer:
     """Renders beginnings of conversations. A conversation is messages, tools and parts; a part is (number of
     messages, with generation prompt).
 
@@ -128,15 +125,13 @@ def _render(question: dict[str, Any], templates: list[Any]) -> Answer:
     """
     import jinja2
 
-    if "source" in question:
-        try:
-            compiled = _compiled(question["source"], question["marks"])
-        except jinja2.TemplateSyntaxError as error:
-            return {"error": "syntax", "line": error.lineno, "message": error.message or ""}, []
-        except Exception as error:  # nesting too deep for jinja, or for the Python that it writes
-            return {"error": "compile", "message": _text(error)}, []
-        templates.append(compiled)
-    template, today = templates[question["template"]], date.fromisoformat(question["today"])
+    try:
+        template = _compiled(question["source"], *question["marks"])
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": "syntax", "line": error.lineno, "message": error.message or ""}, []
+    except Exception as error:  # nesting too deep for jinja, or for the Python that it writes
+        return {"error": "compile", "message": _text(error)}, []
+    today = date.fromisoformat(question["today"])
 
     def strftime_now(pattern: str) -> str:
         return datetime.combine(today, datetime.now().time()).strftime(pattern)
@@ -180,8 +175,9 @@ def _texts(
     return texts, {}
 
 
-def _compiled(source: str, marks: list[str]) -> Any:
-    """The template in the environment of transformers. `{% generation %}` blocks write `marks` around what
+@cache
+def _compiled(source: str, opening: str, closing: str) -> Any:
+    """The template in the environment of transformers. `{% generation %}` blocks write two marks around what
     they hold, which is exact in macros, loops and `{% set %}`, too.
     """
     from jinja2 import nodes, pass_context
@@ -198,7 +194,7 @@ def _compiled(source: str, marks: list[str]) -> Any:
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
         def _mark(self, caller: Callable[[], str]) -> str:
-            return f"{marks[0]}{caller()}{marks[1]}"
+            return f"{opening}{caller()}{closing}"
 
     environment = _compile_jinja_template("").environment
     # Constants are computed when the template is rendered: their errors are not errors of its syntax.

@@ -109,9 +109,9 @@ class Layout:
         else:
             assert isinstance(document, Pair)
             written = _plain(document)
-        for text in (written.text, written.response or ""):
+        for text in (written.text, written.response or "") if written.spans is None else ():
             check_characters(text)
-            if self.tokenizer.alphabet and written.spans is None:
+            if self.tokenizer.alphabet:
                 self._count_unknown(text, self.tokenizer.alphabet.unknown(text))
         return written
 
@@ -166,9 +166,9 @@ class Layout:
         self.counts["num_unwritten"] += len(unwritten)
         self.tally.unwritten.update(kind for kind, _ in unwritten)
         text, spans = turns.text, turns.spans
-        alphabet = self.tokenizer.alphabet
-        places = alphabet.unknown(text) if alphabet else []
-        if alphabet:
+        check_characters(text)
+        if alphabet := self.tokenizer.alphabet:
+            places = alphabet.unknown(text)
             self._count_unknown(text, places)
             if places and alphabet.shifts_offsets:
                 text, spans = alphabet.without(text, places, spans)

@@ -175,9 +175,9 @@ def _read_content(content: Any, key: str, message: dict[str, Any], where: str) -
     if isinstance(content, str):
         return content
     if content is None:
-        if key in message or message.get("tool_calls") or message.get("function_call"):
-            if message.get("tool_calls") or message.get("function_call"):
-                return ""
+        if message.get("tool_calls") or message.get("function_call"):
+            return ""
+        if key in message:
             raise RowError(f"{where} has no text: {key!r} is null")
         raise RowError(f"{where} has no {key!r} (keys: {', '.join(map(str, message))})")
     if isinstance(content, (list, tuple)):

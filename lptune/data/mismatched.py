@@ -58,8 +58,7 @@ def _answers_from(packing: Packing, keys_N: npt.NDArray[np.uint64]) -> Int64Arra
     from_N = np.empty(len(keys_N), dtype=np.int64)
     sizes = np.diff(packing.row_offsets)
     for row in np.flatnonzero(sizes > 1).tolist():
-        numbers = packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]]
-        _rotate(from_N, numbers, keys_N)
+        _rotate(from_N, packing.row(row), keys_N)
     alone = packing.documents[packing.row_offsets[:-1][sizes == 1]]
     if len(alone) == 1:
         others = np.flatnonzero(keys_N != keys_N[alone[0]])

@@ -24,7 +24,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Packing(NamedTuple):
-    """Documents by row: row r holds `documents[row_offsets[r]:row_offsets[r + 1]]`."""
+    """Documents by row, one row after the other; row r begins at `row_offsets[r]`."""
 
     documents: Int64Array
     row_offsets: Int64Array
@@ -32,6 +32,10 @@ class Packing(NamedTuple):
     @property
     def num_rows(self) -> int:
         return len(self.row_offsets) - 1
+
+    def row(self, number: int) -> Int64Array:
+        """The documents of a row, in order."""
+        return self.documents[self.row_offsets[number] : self.row_offsets[number + 1]]
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, seed: int) -> Packing:

@@ -23,7 +23,7 @@ from lptune.data.errors import BadRows
 from lptune.data.layout import Layout
 from lptune.data.order import split_by_prompt, weighted
 from lptune.data.packing import cut_to_fill, one_group_per_row, pack_groups
-from lptune.data.report import OF_ANSWERS, Unused, counted, describe
+from lptune.data.report import OF_ANSWERS, counted, describe
 from lptune.data.rows import Rows
 from lptune.data.sources import read_rows
 from lptune.data.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def prepare(
     check_sources("data.source", cfg.sources)
     check_sources("data.eval_source", cfg.eval_sources)
     read = partial(_read_all, cfg, tokenizer, vocab_size, reading)
-    sources = read("data.source", cfg.sources)
+    sources = read("data.source")
     report = [line for source in sources for line in source.report]
     documents, evaluation = joined([source.documents for source in sources]), None
     numbers = _numbers(sources)
@@ -109,7 +109,7 @@ def prepare(
         evaluation = documents.select(np.flatnonzero(held_out_N))
         numbers = [numbers_N[~held_out_N[numbers_N]] for numbers_N in numbers]
     elif cfg.eval_sources:
-        evaluated = read("data.eval_source", cfg.eval_sources)
+        evaluated = read("data.eval_source")
         evaluation = joined([source.documents for source in evaluated])
         report += [line for source in evaluated for line in source.report]
         shared = np.isin(evaluation.prompt_keys_N, documents.prompt_keys_N).sum()
@@ -169,7 +169,7 @@ def prepare_evaluation(
     key = "data.eval_source" if cfg.eval_sources else "data.source"
     entries = cfg.eval_sources or cfg.sources
     check_sources(key, entries)
-    sources = _read_all(cfg, tokenizer, vocab_size, "answers", key, entries)
+    sources = _read_all(cfg, tokenizer, vocab_size, "answers", key)
     report = [line for source in sources for line in source.report]
     documents, numbers = joined([source.documents for source in sources]), _numbers(sources)
     if cfg.eval_fraction:
@@ -214,13 +214,11 @@ def _weigh(
                 f"data.source[{i}].weight: {entry.weight:g} of the {len(before_N):,} documents of "
                 f"{entry.source} selects none; raise it, or leave the source out"
             )
-    if len(entries) == 1 and len(chosen[0]) == documents.num_documents and entries[0].weight == 1:
-        return documents, []
-    train = documents.select(np.concatenate(chosen))
     if len(entries) == 1 and entries[0].weight == 1:
-        return train, []
+        is_whole = len(chosen[0]) == documents.num_documents
+        return documents if is_whole else documents.select(chosen[0]), []
     num_tokens = [int(documents.lengths[numbers_N].sum()) for numbers_N in chosen]
-    return train, [
+    return documents.select(np.concatenate(chosen)), [
         f"mixture: {len(numbers_N):,} documents, {count:,} tokens ({count / sum(num_tokens):.1%}) of "
         f"{entry.source}, weight {entry.weight:g}"
         for entry, numbers_N, count in zip(entries, chosen, num_tokens, strict=True)
@@ -228,30 +226,17 @@ def _weigh(
 
 
 def _read_all(
-    cfg: DataConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    reading: str,
-    key: str,
-    entries: Sequence[SourceConfig],
+    cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int, reading: str, key: str
 ) -> list[_Source]:
     """Reads all sources of `key`; those without a split of their own, `cfg.split` of it."""
-    sources = []
+    sources, entries = [], cfg.sources if key == "data.source" else cfg.eval_sources
     for number, entry in enumerate(entries):
         keys: dict[str, Any] = {"eval_fraction": 0.0, "eval_source": None, "eval_split": None}
         own = {name: value for name, value in asdict(entry).items() if value is not None}
         keys |= {name: value for name, value in own.items() if name not in ("name", "weight")}
         try:
-            sources.append(
-                _read(
-                    replace(cfg, **keys),
-                    entry,
-                    tokenizer,
-                    vocab_size,
-                    is_training=key == "data.source",
-                    reading=reading,
-                )
-            )
+            own_cfg, is_training = replace(cfg, **keys), key == "data.source"
+            sources.append(_read(entry.source, own_cfg, tokenizer, vocab_size, is_training, reading))
         except UserError as error:
             message = str(error).replace("data.source", key)  # the reader always writes data.source
             message = _of_entry(message, entry, key, number, is_alone=len(entries) == 1)
@@ -275,17 +260,11 @@ def _of_entry(message: str, entry: SourceConfig, key: str, number: int, *, is_al
 
 
 def _read(
-    cfg: DataConfig,
-    entry: SourceConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    *,
-    is_training: bool,
-    reading: str,
+    source: str, cfg: DataConfig, tokenizer: Tokenizer, vocab_size: int, is_training: bool, reading: str
 ) -> _Source:
     """Reads one source. cfg: the config of this source."""
-    make = partial(_make, entry.source, cfg, tokenizer, is_training, reading)
-    content = None if cfg.cache == "none" else content_of(entry.source, cfg)
+    make = partial(_make, source, cfg, tokenizer, is_training, reading)
+    content = None if cfg.cache == "none" else content_of(source, cfg)
     if content is None:
         found = in_memory(partial(make, None))
     else:
@@ -293,8 +272,8 @@ def _read(
         found = cached(cfg.cache, key, partial(make, content))
     _check_vocabulary(found.facts["largest_token"], tokenizer, vocab_size)
     notes = found.notes
-    if others := left_out(entry.source):
-        notes = [f"not read in {entry.source}: {', '.join(others[:5])}{', …' * (len(others) > 5)}", *notes]
+    if others := left_out(source):
+        notes = [f"not read in {source}: {', '.join(others[:5])}{', …' * (len(others) > 5)}", *notes]
     report = [*found.facts["report"], *(f"note: {note}" for note in notes)]
     return _Source(found.documents, found.facts["is_text"], report)
 
@@ -314,7 +293,6 @@ def _make(
     first = list(itertools.islice(rows, DETECTION_ROWS))
     fmt = _DETECT[reading](cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)  # it writes nothing: it adds up what the chunks count
-    unused = Unused(fmt.is_used, fmt.message_columns, layout.template_text, layout.tally)
     counts, num_documents, num_tokens, largest_token = layout.counts, 0, 0, 0
     parts = made(chunks(itertools.chain(first, rows), bad), Work(cfg, tokenizer, fmt))
     with counting(f"tokenizing {source}", "documents") as advance, closing(parts):
@@ -338,20 +316,21 @@ def _make(
             raise UserError(f"{source}: no usable {what}: {'; '.join(dropped)}")
         if counts["num_unlearned_documents"] and not counts["num_dropped_documents"]:
             raise UserError(
-                f"{source}: all {unused.num_rows:,} rows are masked: none of their answers is learned "
+                f"{source}: all {counts['num_rows']:,} rows are masked: none of their answers is learned "
                 "(weight 0, or outside the chat template's marks); remove the weights or correct "
                 "data.chat_template"
             )
         raise UserError(
-            f"{source}: all {unused.num_rows:,} rows are masked: no document has a target within "
+            f"{source}: all {counts['num_rows']:,} rows are masked: no document has a target within "
             f"data.seq_len={cfg.seq_len} tokens; raise "
             f"data.seq_len, or check the response column and the chat template"
         )
     layout.check(is_training, num_tokens)
     of_files = f" of {len(files):,} files" if files and len(files) > 1 else ""
-    lines = [f"{source}: {unused.num_rows:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
+    lines = [f"{source}: {counts['num_rows']:,} rows{of_files} as {fmt.describe()}, {layout.describe()}"]
     of_rows = counted(counts, seq_len=cfg.seq_len, **layout.examples())
-    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows, *unused.notes(fmt.todo_of_unused)]]
+    of_rows += layout.tally.notes_on_unused(fmt.todo_of_unused)
+    lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
 
 

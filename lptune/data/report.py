@@ -1,15 +1,15 @@
 """Lines of the report on the data: what was cut, dropped or left out, and how full the packed rows are.
 
-What is worth a line is counted where it happens, in a `Counts`, by the names in _NOTES. `Unused` counts the
-columns that nothing reads, over all rows: a column that is ignored silently may be the most important one of
+What is worth a line is counted where it happens, in a `Counts`, by the names in _NOTES. Columns that
+nothing reads are counted over all rows: a column that is ignored silently may be the most important one of
 the dataset.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -102,12 +102,8 @@ def describe(name: str, rows: Rows, reading: str) -> str:
 
 
 _CALL_KEYS = ("tool_calls", "function_call")
-
-
 _MAX_NAMES = 1000
 """Number of different names that are counted. Keys may be data, a new one in each row."""
-
-
 _MAX_NAMED = 40
 """Number of names in the report, the most frequent first."""
 
@@ -131,79 +127,63 @@ class Tally:
             for each, count in counts.items():
                 _count(getattr(self, name), each, count)
 
-
-class Unused:
-    """Counts the columns and message keys that are not empty and that nothing reads, over all rows."""
-
-    def __init__(
-        self,
-        is_used: Callable[[str], bool],
-        messages: Sequence[str],
-        template: str,
-        tally: Tally | None = None,
-    ) -> None:
-        """is_used: whether a column of this name is read. messages: the columns that hold messages. template:
-        the text of the chat template; a message key that it names counts as read. tally: counts there.
-        """
-        self._tally = tally or Tally()
-        self._is_used = is_used
-        self._messages = messages
-        self._template = template
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows that were watched."""
-        return self._tally.counts["num_rows"]
-
-    def watch(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Passes `rows` through and counts them."""
-        is_used, is_read = cache(self._is_used), cache(self._is_read)
-        for row in rows:
-            self._tally.counts["num_rows"] += 1
-            for name, value in row.values.items():
-                if not is_used(name) and not is_missing(value):
-                    _count(self._tally.columns, name)
-            for name in self._messages:
-                value = row.values.get(name)
-                messages = [value] if isinstance(value, dict) else value
-                for message in messages if isinstance(messages, (list, tuple)) else ():
-                    if isinstance(message, dict):
-                        self._count_keys(message, is_read)
-            yield row
-
-    def _count_keys(self, message: dict[str, Any], is_read: Callable[[str], bool]) -> None:
-        role, content = ("from", "value") if "role" not in message else ("role", "content")
-        is_answer = str(message.get(role)).lower() in ANSWER_ROLES
-        for key, value in message.items():
-            if is_missing(value) or key in (role, content):
-                continue
-            if key in LOSS_KEYS:
-                self._tally.counts["num_asking"] += not is_answer and value == (key not in HIDDEN_KEYS)
-            elif key not in _CALL_KEYS and not is_read(key):
-                _count(self._tally.keys, key)
-        parts = message.get(content)
-        for part in parts if isinstance(parts, list) else ():
-            for key in part if isinstance(part, dict) else ():
-                if key not in PART_KEYS and not is_missing(part[key]):
-                    _count(self._tally.keys, f"{content}[].{key}")
-
-    def _is_read(self, key: str) -> bool:
-        names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template gets all of them
-        return any(re.search(rf"[.'\"]{re.escape(name)}\b", self._template) for name in names)
-
-    def notes(self, todo: str = "") -> list[str]:
+    def notes_on_unused(self, todo: str = "") -> list[str]:
         """Lines for the report on unused columns and keys. todo: what to do about a column."""
-        notes, tally = [], self._tally
-        if tally.columns:
-            notes.append(f"columns that are not used, with their rows: {_counted(tally.columns)}{todo}")
-        if tally.keys:
-            notes.append(f"message keys that are not used, with their messages: {_counted(tally.keys)}")
-        if tally.counts["num_asking"]:
+        notes, num_asking = [], self.counts["num_asking"]
+        if self.columns:
+            notes.append(f"columns that are not used, with their rows: {_counted(self.columns)}{todo}")
+        if self.keys:
+            notes.append(f"message keys that are not used, with their messages: {_counted(self.keys)}")
+        if num_asking:
             notes.append(
-                f"{tally.counts['num_asking']:,} messages of system, user or tool say that they are learned; "
-                "only the assistant's are"
+                f"{num_asking:,} messages of system, user or tool say that they are learned; only the "
+                "assistant's are"
             )
         return notes
+
+
+def count_unused(
+    rows: Iterable[Row], is_used: Callable[[str], bool], messages: Sequence[str], template: str, tally: Tally
+) -> None:
+    """Counts `rows`, and in them the columns and message keys that are not empty and that nothing reads.
+
+    is_used: whether a column of this name is read. messages: the columns that hold messages. template: the
+    text of the chat template; a message key that it names counts as read.
+    """
+    is_used, is_read = cache(is_used), cache(partial(_is_read, template))
+    for row in rows:
+        tally.counts["num_rows"] += 1
+        for name, value in row.values.items():
+            if not is_used(name) and not is_missing(value):
+                _count(tally.columns, name)
+        for name in messages:
+            value = row.values.get(name)
+            said = [value] if isinstance(value, dict) else value
+            for message in said if isinstance(said, (list, tuple)) else ():
+                if isinstance(message, dict):
+                    _count_keys(message, is_read, tally)
+
+
+def _count_keys(message: dict[str, Any], is_read: Callable[[str], bool], tally: Tally) -> None:
+    role, content = ("from", "value") if "role" not in message else ("role", "content")
+    is_answer = str(message.get(role)).lower() in ANSWER_ROLES
+    for key, value in message.items():
+        if is_missing(value) or key in (role, content):
+            continue
+        if key in LOSS_KEYS:
+            tally.counts["num_asking"] += not is_answer and value == (key not in HIDDEN_KEYS)
+        elif key not in _CALL_KEYS and not is_read(key):
+            _count(tally.keys, key)
+    parts = message.get(content)
+    for part in parts if isinstance(parts, list) else ():
+        for key in part if isinstance(part, dict) else ():
+            if key not in PART_KEYS and not is_missing(part[key]):
+                _count(tally.keys, f"{content}[].{key}")
+
+
+def _is_read(template: str, key: str) -> bool:
+    names = REASONING_KEYS if key in REASONING_KEYS else (key,)  # the template gets all of them
+    return any(re.search(rf"[.'\"]{re.escape(name)}\b", template) for name in names)
 
 
 def _count(counter: Counter[str], name: str, count: int = 1) -> None:

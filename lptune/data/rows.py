@@ -78,8 +78,7 @@ class Batch(NamedTuple):
         here: list[torch.Tensor] = list(self[:5])
         if str(device).startswith("cuda") and here[0].device.type == "cpu":
             here = [tensor.pin_memory() for tensor in here]
-        moved = [tensor.to(device, non_blocking=True) for tensor in here]
-        return Batch(moved[0], moved[1], moved[2], moved[3], moved[4], *self[5:])
+        return Batch._make([*(tensor.to(device, non_blocking=True) for tensor in here), *self[5:]])
 
 
 class Rows:
@@ -130,11 +129,6 @@ class Rows:
         counts: npt.NDArray[np.int64] = np.diff(self.packing.row_offsets)
         return counts
 
-    @cached_property
-    def num_preferences_per_row(self) -> npt.NDArray[np.int64]:
-        """Number of preferences of each row, which has two documents for each."""
-        return self.num_documents_per_row // 2
-
     @property
     def num_preferences(self) -> int:
         """Number of preferences of all rows. For rows of preferences only."""
@@ -147,8 +141,7 @@ class Rows:
 
     def num_targets_by_source(self, row_numbers: Sequence[int]) -> list[int]:
         """Number of labels that are not -100 in the rows `row_numbers`, for each source."""
-        first, stop = self.packing.row_offsets[:-1], self.packing.row_offsets[1:]
-        numbers = np.concatenate([self.packing.documents[first[row] : stop[row]] for row in row_numbers])
+        numbers = np.concatenate([self.packing.row(row) for row in row_numbers])
         counts = np.zeros(self.num_sources, dtype=np.int64)
         np.add.at(counts, sources_of(self.documents, numbers), self.documents.num_targets_N[numbers])
         found: list[int] = counts.tolist()
@@ -164,7 +157,7 @@ class Rows:
         """Number of documents of each row, with its padding as one; the largest first."""
         lengths = self.documents.lengths[self.packing.documents]
         tokens_in_row = np.add.reduceat(lengths, self.packing.row_offsets[:-1])
-        return np.sort(np.diff(self.packing.row_offsets) + (tokens_in_row < self.seq_len))[::-1]
+        return np.sort(self.num_documents_per_row + (tokens_in_row < self.seq_len))[::-1]
 
     def most_documents(self, num_rows: int) -> int:
         """The largest number of documents that a batch of `num_rows` rows can have, with padding.
@@ -181,7 +174,7 @@ class Rows:
         """Whether no row has more than one document, without the padding. It holds for all rows, so that all
         batches of a run take the same path.
         """
-        return bool((np.diff(self.packing.row_offsets) == 1).all())
+        return bool((self.num_documents_per_row == 1).all())
 
     def document_lengths(self, row_numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         """Number of tokens of each document, as attention sees it, in the rows `row_numbers`. Padding counts
@@ -189,9 +182,8 @@ class Rows:
         """
         if self.one_document_per_row:
             return np.full(len(row_numbers), self.seq_len, dtype=np.int64)
-        first, stop = self.packing.row_offsets[:-1], self.packing.row_offsets[1:]
         lengths = self.documents.lengths
-        rows = [lengths[self.packing.documents[first[row] : stop[row]]] for row in row_numbers]
+        rows = [lengths[self.packing.row(row)] for row in row_numbers]
         padding = [self.seq_len - int(row.sum()) for row in rows]
         return np.concatenate([*rows, np.array([left for left in padding if left], dtype=np.int64)])
 
@@ -241,9 +233,7 @@ class Rows:
         num_offsets = 0
         documents, packing = self.documents, self.packing
         for b, row in enumerate(row_numbers):
-            numbers = packing.documents[0:0]
-            if row != EMPTY_ROW:
-                numbers = packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]]
+            numbers = packing.documents[0:0] if row == EMPTY_ROW else packing.row(row)
             sources = sources_of(documents, numbers)
             start = 0
             for i, number in enumerate(numbers.tolist()):
@@ -267,19 +257,16 @@ class Rows:
                 num_offsets += 1
         import torch
 
-        arrays = (tokens_BS, labels_BS, positions_BS, document_BS, offsets)
-        tensors = [torch.from_numpy(array) for array in arrays]
-        num_targets = int(np.count_nonzero(labels_BS != IGNORE))
         return Batch(
-            tensors[0],
-            tensors[1],
-            tensors[2],
-            tensors[3],
-            tensors[4],
-            num_targets,
-            self.one_document_per_row,
-            torch.from_numpy(source_BS),
-            torch.from_numpy(numbers_D),
+            tokens_BS=torch.from_numpy(tokens_BS),
+            labels_BS=torch.from_numpy(labels_BS),
+            positions_BS=torch.from_numpy(positions_BS),
+            document_BS=torch.from_numpy(document_BS),
+            offsets=torch.from_numpy(offsets),
+            num_targets=int(np.count_nonzero(labels_BS != IGNORE)),
+            one_document_per_row=self.one_document_per_row,
+            source_BS=torch.from_numpy(source_BS),
+            numbers_D=torch.from_numpy(numbers_D),
         )
 
 
@@ -346,8 +333,8 @@ class Loader:
         return int(self.rows.num_documents_per_row[self._rows_of(step)].sum())
 
     def num_preferences(self, step: int) -> int:
-        """Preferences of step `step` over all ranks, like `num_targets`."""
-        return int(self.rows.num_preferences_per_row[self._rows_of(step)].sum())
+        """Preferences of step `step` over all ranks; each has two documents, in one row."""
+        return self.num_documents(step) // 2
 
     def document_lengths(self, step: int) -> npt.NDArray[np.int64]:
         """`Rows.document_lengths` of step `step`, over all ranks."""

@@ -55,8 +55,7 @@ BRACKETS = Marks(
 
 def row_lines(rows: Rows, row: int, tokenizer: Tokenizer, marks: Marks, ids: bool) -> Iterator[str]:
     """The lines that show a packed row: its size, then each of its documents by `document_lines`."""
-    first, stop = rows.packing.row_offsets[row : row + 2].tolist()
-    numbers = rows.packing.documents[first:stop]
+    numbers = rows.packing.row(row)
     num_tokens = int(rows.documents.lengths[numbers].sum())
     yield (
         f"=== row {row} of {rows.num_rows:,}: {len(numbers):,} documents, {num_tokens:,} tokens, "

@@ -47,10 +47,11 @@ _PROBE = {"qzx": "zxq"}
 _PROBE_TEXT = json.dumps(_PROBE)
 _OPEN, _CLOSE = (f"\x02{secrets.token_hex(8)}{letter}\x03" for letter in "OC")
 
-_Objects = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
 Part = tuple[int, bool]
 """A beginning of a conversation: number of messages, and whether the generation prompt follows them."""
-Asked = tuple[_Objects, _Objects | None, Sequence[Part]]
+Asked = tuple[Messages, Messages | None, Sequence[Part]]
 """Messages, tools, and the parts to render."""
 
 
@@ -97,45 +98,35 @@ class ChatTemplate:
                 )
             self._ask(source, [])
 
-    def to_values(self) -> dict[str, Any]:
-        """All of it as JSON values, for `of_values` in another process."""
-        texts = sorted(self.special_texts)
-        return {
-            "sources": self.sources, "special_tokens": self.special_tokens, "special_texts": texts,
-            "where": self.where, "date": self.date.isoformat(),
-        }  # fmt: skip
-
-    @classmethod
-    def of_values(cls, values: dict[str, Any]) -> "ChatTemplate":
-        """The template of which `to_values` made `values`. Its syntax is checked again."""
-        return cls(**values | {"date": Date.fromisoformat(values["date"])})
-
     def anew(self) -> "ChatTemplate":
         """The same template, which has not seen a conversation yet."""
         found = copy.copy(self)
         found._text_arguments = {}
         return found
 
-    def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    def source(self, tools: Messages | None = None) -> str:
         """The jinja text that is used for a conversation with or without `tools`."""
         return self.sources[self._name(tools)]
 
-    def has_marks(self, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
+    def has_marks(self, tools: Messages | None = None) -> bool:
         """Whether the template marks by `{% generation %}` what the assistant writes."""
         return self._has_marks[self._name(tools)]
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        add_generation_prompt: bool = False,
+        self, messages: Messages, tools: Messages | None = None, *, add_generation_prompt: bool = False
     ) -> Rendered:
         """`messages` as text. If the template refuses them, raises RowError with the template's message."""
         return self.render_parts(messages, tools, [(len(messages), add_generation_prompt)])[0]
 
+    def attempt(self, messages: Messages, tools: Messages | None, *, prompt: bool = False) -> str | None:
+        """The text of `render`; None if the template refuses the messages."""
+        try:
+            return self.render(messages, tools, add_generation_prompt=prompt).text
+        except RowError:
+            return None
+
     def render_parts(
-        self, messages: _Objects, tools: _Objects | None, parts: Sequence[Part]
+        self, messages: Messages, tools: Messages | None, parts: Sequence[Part]
     ) -> list[Rendered]:
         """Some beginnings of a conversation as text, in one question, which saves time.
 
@@ -162,7 +153,7 @@ class ChatTemplate:
                     found[i] = [_rendered(body) for body in itertools.islice(texts, count)]
         return found
 
-    def _takes_text(self, messages: _Objects, tools: _Objects | None) -> bool:
+    def _takes_text(self, messages: Messages, tools: Messages | None) -> bool:
         """Whether the template reads the arguments of calls as JSON text. `messages` have a call."""
         name = self._name(tools)
         if name not in self._text_arguments:
@@ -173,7 +164,7 @@ class ChatTemplate:
                 self._text_arguments[name] = True
         return self._text_arguments.get(name, False)
 
-    def _try(self, messages: _Objects, tools: _Objects | None, arguments: Any) -> str:
+    def _try(self, messages: Messages, tools: Messages | None, arguments: Any) -> str:
         """The text of `messages` with `arguments` in each call; empty if the template refuses them."""
         try:
             tried = [_with_arguments(message, lambda _: arguments) for message in messages]
@@ -181,7 +172,7 @@ class ChatTemplate:
         except RowError:
             return ""
 
-    def _render(self, messages: _Objects, tools: _Objects | None, parts: Sequence[Part]) -> list[Rendered]:
+    def _render(self, messages: Messages, tools: Messages | None, parts: Sequence[Part]) -> list[Rendered]:
         answer = self._ask(self.source(tools), [(messages, tools, parts)])
         if answer.bodies:
             return [_rendered(body) for body in answer.bodies]
@@ -232,18 +223,18 @@ class ChatTemplate:
                 raise UserError(f"{self.where}: not a jinja template: {answer.facts['message']}")
         return answer
 
-    def _name(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _name(self, tools: Messages | None) -> str:
         return "tool_use" if tools and "tool_use" in self.sources else "default"
 
 
-def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _template_message(message: Message) -> dict[str, Any]:
     """A message for the template: without empty keys, and with reasoning under each name that is in use."""
     kept = {key: value for key, value in message.items() if value is not None}
     reasoning = next((kept[key] for key in REASONING_KEYS if key in kept), None)
     return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
 
 
-def _with_arguments(message: Mapping[str, Any], make: Callable[[Any], Any]) -> Mapping[str, Any]:
+def _with_arguments(message: Message, make: Callable[[Any], Any]) -> Message:
     """`message`, in which the arguments of each call are what `make` makes of them."""
     calls = [
         {**call, "function": {**call["function"], "arguments": make(call["function"]["arguments"])}}

@@ -157,7 +157,7 @@ def _safe_cut(text: str, near: int, tokenizer: Tokenizer) -> int | None:
 
 
 class _Builder:
-    """Makes documents of encodings."""
+    """Makes the documents of one chunk of its encodings."""
 
     def __init__(self, layout: Layout, seq_len: int) -> None:
         self.tokenizer, self.counts, self.seq_len = layout.tokenizer, layout.counts, seq_len
@@ -167,11 +167,8 @@ class _Builder:
         if unknown in (names.get("bos_token"), names.get("eos_token"), names.get("pad_token")):
             unknown = None  # byte-level classes use the name for <|endoftext|>; they know every character
         self._unknown_id = None if unknown is None else self.tokenizer.backend.token_to_id(unknown)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._tokens: list[npt.NDArray[np.int32]] = []
-        self._targets: list[npt.NDArray[np.bool_]] = []
+        self._tokens: list[Ids] = []
+        self._targets: list[Mask] = []
         self._answers: list[tuple[int, int]] = []
         self._keys: list[int] = []
         self._labels: list[bool] = []
@@ -193,7 +190,7 @@ class _Builder:
                 self._add_text(own)
             else:
                 self._add_answered(*self._answered(written, own))
-        documents = Documents(
+        return Documents(
             tokens_T=np.concatenate([*self._tokens, np.zeros(0, dtype=np.int32)]),
             is_target_T=np.concatenate([*self._targets, np.zeros(0, dtype=np.bool_)]),
             offsets_N1=offsets_of(np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)),
@@ -201,8 +198,6 @@ class _Builder:
             prompt_keys_N=np.array(self._keys, dtype=np.uint64),
             is_desirable_N=np.array(self._labels, dtype=np.bool_),
         )
-        self._clear()
-        return documents
 
     def _closing(self) -> tuple[int, ...]:
         eos, suffix = self.tokenizer.eos_id, self.tokenizer.suffix_ids
@@ -344,5 +339,5 @@ def _token_span(encoding: Any, start: int, stop: int) -> tuple[int, int]:
     return int(first), end
 
 
-def _key(tokens: npt.NDArray[np.int32]) -> int:
+def _key(tokens: Ids) -> int:
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=8).digest(), "little")

@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from lptune.base.errors import UserError, closest
-from lptune.base.files import MEBI, kind_of, parse_json, read_bytes, read_text
+from lptune.base.files import MEBI, read_bytes, read_object, read_text
+from lptune.base.model_folder import read_stop_ids
 from lptune.data import hf
 from lptune.data.named_templates import NAMED_TEMPLATES, note_on_missing, suggested
 from lptune.data.templates import MAX_SOURCE_CHARS, ChatTemplate, Rendered
@@ -37,8 +39,8 @@ _FILES = (
     "config.json",
 )
 """All that AutoTokenizer gets to see."""
-_MAX_JSON_CHARS = 256 * MEBI
-"""Largest tokenizer.json in characters; that of a vocabulary of 262,144 has 33 MB."""
+_MAX_JSON_BYTES = 256 * MEBI
+"""Largest tokenizer.json; that of a vocabulary of 262,144 has 33 MB."""
 _MAX_CPU_S = 120.0
 MAX_MEMORY = 4096 * MEBI
 """What AutoTokenizer may add to the memory of its process."""
@@ -46,18 +48,8 @@ TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 """Suffixes of a file that data.chat_template may name."""
 
 
-def _byte_letters() -> list[str]:
-    """The printable letter by which byte-level BPE writes each of the 256 bytes."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
-
-
-_BYTE_LETTERS = _byte_letters()
+_BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+"""Writes each byte of a text as one of 256 letters, as byte-level BPE knows it."""
 
 
 class Alphabet:
@@ -92,15 +84,13 @@ class Alphabet:
     def knows(self, character: str) -> bool:
         """Whether `character` becomes part of a token."""
         if character not in self._known:
-            data = character.encode("utf-8", "surrogatepass")
+            spelled = [character]
             if self._spelling == "bytes":
-                known = all(_BYTE_LETTERS[byte] in self._vocabulary for byte in data)
-            else:
-                spelled = self._spelling == "fallback" and all(
-                    f"<0x{byte:02X}>" in self._vocabulary for byte in data
-                )
-                known = spelled or character in self._vocabulary
-            self._known[character] = known
+                ((letters, _),) = _BYTE_LEVEL.pre_tokenize_str(character)
+                spelled = [*letters]
+            elif self._spelling == "fallback" and character not in self._vocabulary:
+                spelled = [f"<0x{byte:02X}>" for byte in character.encode()]
+            self._known[character] = all(each in self._vocabulary for each in spelled)
         return self._known[character]
 
     def unknown(self, text: str) -> list[int]:
@@ -145,7 +135,7 @@ def alphabet_of(spec: Mapping[str, Any], special_texts: Iterable[str]) -> Alphab
         return None
     vocabulary = model["vocab"]
     if any(part.get("type") == "ByteLevel" for part in [splitter, *splitter.get("pretokenizers", [])]):
-        complete = all(letter in vocabulary for letter in _BYTE_LETTERS)
+        complete = all(letter in vocabulary for letter in _BYTE_LEVEL.alphabet())
         return None if complete else Alphabet(vocabulary, special_texts, spelling="bytes")
     if splitter.get("type") != "Metaspace":
         return None
@@ -201,26 +191,6 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The jinja source of the chat template, for exports; None if there is none."""
         return self.template.sources["default"] if self.template else None
-
-    def to_values(self) -> dict[str, Any]:
-        """All of it as JSON values, for `of_values` in another process."""
-        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        template = self.template and self.template.to_values()
-        of_folder = {"backend": self.backend.to_str(), "folder": str(self.folder), "template": template}
-        return values | of_folder | {"alphabet": None}
-
-    @classmethod
-    def of_values(cls, values: dict[str, Any]) -> "Tokenizer":
-        """The tokenizer of which `to_values` made `values`, with a Rust tokenizer of its own."""
-        backend = tokenizers.Tokenizer.from_str(values["backend"])
-        added = {token.content for token in backend.get_added_tokens_decoder().values()}
-        template = values["template"] and ChatTemplate.of_values(values["template"])
-        others = {
-            "backend": backend, "folder": Path(values["folder"]), "template": template,
-            "alphabet": alphabet_of(json.loads(values["backend"]), added),
-            "prefix_ids": tuple(values["prefix_ids"]), "suffix_ids": tuple(values["suffix_ids"]),
-        }  # fmt: skip
-        return cls(**values | others)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`; with `add_special` also those that the tokenizer puts around every text."""
@@ -295,8 +265,7 @@ class Tokenizer:
     @property
     def template_note(self) -> str:
         """What to say where the named template writes tokens that this tokenizer has not; else empty."""
-        added = self.backend.get_added_tokens_decoder().values()
-        return note_on_missing(self.given_template, {token.content for token in added})
+        return note_on_missing(self.given_template, _added_texts(self.backend))
 
     @property
     def start_note(self) -> str:
@@ -328,23 +297,21 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
     folder = Path(folder)
     files = _read_files(folder)
     facts, content = _loaded(folder, files)
-    spec = json.loads(content)
     special: dict[str, str] = facts["special_tokens"]
     with _errors_of(folder):
         backend = tokenizers.Tokenizer.from_str(content)
     ids = {key: backend.token_to_id(text) for key, text in special.items()}
     eos_id = ids.get("eos_token")
     if eos_id is None:
-        eos_id = _configured_eos(folder, files["config.json"])
+        eos_id = next(iter(read_stop_ids(folder)), None)
     pad_id = next((i for i in (ids.get("pad_token"), eos_id) if i is not None), 0)
     with _errors_of(folder):
         prefix, suffix = _surroundings(backend)
         continuation = _continuation(backend, special)
-    special_texts = {token.content for token in backend.get_added_tokens_decoder().values()}
     tokenizer = Tokenizer(
         backend=backend, folder=folder, special_tokens=special, bos_id=ids.get("bos_token"), eos_id=eos_id,
         pad_id=pad_id, prefix_ids=prefix, suffix_ids=suffix, template=None,
-        alphabet=alphabet_of(spec, special_texts),
+        alphabet=alphabet_of(json.loads(content), _added_texts(backend)),
         continuation=continuation, infill_token=facts["infill_token"],
     )  # fmt: skip
     where, sources = _own_templates(folder, files["tokenizer_config.json"])
@@ -354,6 +321,10 @@ def load_tokenizer(folder: Path, chat_template: str | None = None, *, date: date
         return tokenizer
     template = ChatTemplate(sources, special, tokenizer.special_texts, where=where, date=date)
     return dataclasses.replace(tokenizer, template=template)
+
+
+def _added_texts(backend: tokenizers.Tokenizer) -> set[str]:
+    return {token.content for token in backend.get_added_tokens_decoder().values()}
 
 
 def _read_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -370,11 +341,12 @@ def _read_files(folder: Path) -> dict[str, dict[str, Any]]:
             f"{path}: not found, "
             f"{found if others else 'and no other tokenizer file; copy it from the original checkpoint'}"
         )
-    files = {name: _read_json(folder / name) for name in _FILES}
+    todo = "copy it again from the checkpoint"
+    files = {
+        name: read_object(folder / name, max_bytes=_MAX_JSON_BYTES, todo=todo, missing={}) for name in _FILES
+    }
     if not isinstance(files["tokenizer.json"].get("model"), dict):
-        raise UserError(
-            f"{path}: not a tokenizer file: it has no `model` section; copy it again from the checkpoint"
-        )
+        raise UserError(f"{path}: not a tokenizer file: it has no `model` section; {todo}")
     return files
 
 
@@ -391,7 +363,7 @@ def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, A
             if files[name]:
                 (Path(place) / name).symlink_to((folder / name).resolve())
         try:
-            content = [read_bytes(folder / name, _MAX_JSON_CHARS) if files[name] else b"" for name in files]
+            content = [read_bytes(folder / name, _MAX_JSON_BYTES) if files[name] else b"" for name in files]
             answer = hf.ask_once("load", content, cpu_s=_MAX_CPU_S, memory=MAX_MEMORY, folder=place)
             reason = answer.facts.get("message", "").replace(place, str(folder))
         except hf.EndedError as error:
@@ -409,23 +381,6 @@ def _loaded(folder: Path, files: dict[str, dict[str, Any]]) -> tuple[dict[str, A
     return answer.facts, answer.bodies[0].decode()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not kind_of(path, follow=True):
-        return {}
-    content = read_bytes(path, _MAX_JSON_CHARS)
-    try:
-        values = parse_json(content)
-        if b"\\ud" in content:  # a pair \ud83d\ude00 is a character, half of it is not text
-            json.dumps(values, ensure_ascii=False).encode()
-    except ValueError as error:
-        raise UserError(
-            f"{path}: cannot be read as JSON: {error}; copy it again from the checkpoint"
-        ) from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must hold a JSON object, found a {type(values).__name__}")
-    return values
-
-
 @contextlib.contextmanager
 def _errors_of(folder: Path) -> Iterator[None]:
     """Turns errors of `tokenizers` over a bad tokenizer.json into a UserError."""
@@ -441,16 +396,6 @@ def _errors_of(folder: Path) -> Iterator[None]:
             f"{folder / 'tokenizer.json'}: not a tokenizer that `tokenizers` can use: {reason}; copy it "
             "again from the checkpoint"
         ) from None
-
-
-def _configured_eos(folder: Path, model_config: dict[str, Any]) -> int | None:
-    for values in (_read_json(folder / "generation_config.json"), model_config):
-        eos = values.get("eos_token_id")
-        if isinstance(eos, list) and eos:
-            eos = eos[0]
-        if isinstance(eos, int) and not isinstance(eos, bool):
-            return eos
-    return None
 
 
 def _surroundings(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

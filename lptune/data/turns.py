@@ -28,7 +28,7 @@ changes.
 Legend: T tokens, N documents.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ from lptune.data.documents import PIECE_TOKENS
 from lptune.data.errors import RowError
 from lptune.data.messages import REASONING_KEYS, inline_calls
 from lptune.data.rows import Rows
-from lptune.data.templates import ChatTemplate, Part, Rendered
+from lptune.data.templates import ChatTemplate, Message, Messages, Part, Rendered
 from lptune.data.tokenizer import Tokenizer
 
 # Two contents with different first and last characters, which no template treats specially.
@@ -74,10 +74,7 @@ class TurnFinder:
         self._beginnings: dict[Part, str] = {}
 
     def find(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        rendered: Sequence[Rendered] = (),
+        self, messages: Messages, tools: Messages | None = None, rendered: Sequence[Rendered] = ()
     ) -> Turns:
         """Renders `messages` and finds the spans of the assistant. Raises RowError if they cannot be found
         exactly. rendered: `parts`, if they are rendered already.
@@ -106,7 +103,7 @@ class TurnFinder:
             num_rewritten += rewritten
         return Turns(whole.text, spans, num_rewritten, follow, self._is_closed(whole.text, spans, tools))
 
-    def parts(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[Part]:
+    def parts(self, messages: Messages, tools: Any) -> list[Part]:
         """The whole conversation, and the beginnings that most templates need, for one question."""
         last = len(messages)
         parts = [(last, False)]
@@ -115,12 +112,10 @@ class TurnFinder:
                 parts += [(i, True), (i + 1, False)] if i + 1 < last else [(i, True)]
         return [part for part in parts if part[0]]
 
-    def _begun(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, upto: int, prompt: bool
-    ) -> str | None:
+    def _begun(self, messages: Messages, tools: Any, upto: int, prompt: bool) -> str | None:
         """The text of messages[:upto]; None if the template refuses it."""
         known = self._beginnings.get((upto, prompt))
-        return self._try(messages[:upto], tools, add_generation_prompt=prompt) if known is None else known
+        return self.template.attempt(messages[:upto], tools, prompt=prompt) if known is None else known
 
     def _is_closed(self, text: str, spans: Sequence[tuple[int, int]], tools: Any) -> bool:
         stop = spans[-1][1] if spans else 0
@@ -130,9 +125,7 @@ class TurnFinder:
             return ended.endswith(closing)
         return self._ends_special(ended) and (closing is not None or self._closing(tools) is None)
 
-    def _start(
-        self, whole: str, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
-    ) -> tuple[int, bool]:
+    def _start(self, whole: str, messages: Messages, tools: Any, i: int) -> tuple[int, bool]:
         """Where turn i starts, and whether the text before it is the prompt for it."""
         given = self._begun(messages, tools, i, True) if i else None
         is_prefix = given is not None and whole.startswith(given)
@@ -160,9 +153,7 @@ class TurnFinder:
             f"{_ASK_FOR_MARKS}"
         )
 
-    def _stop(
-        self, whole: Rendered, messages: Sequence[Mapping[str, Any]], tools: Any, i: int, start: int
-    ) -> tuple[int, bool]:
+    def _stop(self, whole: Rendered, messages: Messages, tools: Any, i: int, start: int) -> tuple[int, bool]:
         closing = self._closing(tools)
         last = i == len(messages) - 1
         upto = whole.text if last else self._begun(messages, tools, i + 1, False)
@@ -199,9 +190,7 @@ class TurnFinder:
         stripped = text.rstrip()
         return any(token and stripped.endswith(token) for token in self.template.special_texts)
 
-    def _around(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, i: int
-    ) -> Iterator[tuple[str, str | None]]:
+    def _around(self, messages: Messages, tools: Any, i: int) -> Iterator[tuple[str, str | None]]:
         """The text before and after the content of message i, as far as it does not depend on the content.
         The second is None if the whole conversation has another text there.
         """
@@ -209,7 +198,7 @@ class TurnFinder:
         # With tool calls: some templates refuse the result of a tool without a call before it.
         for message, following in ((plain, rest), (messages[i], rest), (plain, [])):
             texts = [
-                self._try([*messages[:i], {**message, "content": probe}, *following], tools)
+                self.template.attempt([*messages[:i], {**message, "content": probe}, *following], tools)
                 for probe in _PROBES
             ]
             if texts[0] is None or texts[1] is None:
@@ -230,7 +219,7 @@ class TurnFinder:
         source = self.template.source(tools)
         if source not in self._prompts:
             user = [{"role": "user", "content": "question"}]
-            without, given = self._try(user, tools), self._try(user, tools, add_generation_prompt=True)
+            without, given = (self.template.attempt(user, tools, prompt=prompt) for prompt in (False, True))
             if without is None or given is None or not given.startswith(without):
                 self._prompts[source] = None
             else:
@@ -248,7 +237,8 @@ class TurnFinder:
     def _probe_closing(self, tools: Any) -> "_Closing | None":
         """The text that follows the content of an assistant turn in a conversation of three messages."""
         user, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBES[0]}
-        ended, continued = self._try([user, answer], tools), self._try([user, answer, user], tools)
+        said = [user, answer, user]
+        ended, continued = (self.template.attempt(said[:count], tools) for count in (2, 3))
         if ended is None or _PROBES[0] not in ended:
             return None
         tail = ended.rpartition(_PROBES[0])[2]
@@ -260,18 +250,10 @@ class TurnFinder:
                 rest = tail[len(text) :]
                 text = _first_special(text, self.template.special_texts)
                 # The template appends the header in any case, or it closes the last turn in another way.
-                if (self._try([user], tools) or rest).endswith(rest):
+                if (self.template.attempt([user], tools) or rest).endswith(rest):
                     last = text
         special = self.template.special_texts
         return _Closing(tail, *(each[: -len(_after_special(each, special)) or None] for each in (text, last)))
-
-    def _try(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, *, add_generation_prompt: bool = False
-    ) -> str | None:
-        try:
-            return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt).text
-        except RowError:
-            return None
 
 
 class _Closing(NamedTuple):
@@ -283,14 +265,12 @@ class _Closing(NamedTuple):
     """The same of the last turn, which some templates alone close with a token."""
 
 
-def _is_learned(message: Mapping[str, Any]) -> bool:
+def _is_learned(message: Message) -> bool:
     """Whether `message` is one of the assistant with a `weight` other than 0."""
     return message.get("role") == "assistant" and message.get("weight", 1) != 0
 
 
-def _marks_to_learn(
-    marks: list[tuple[int, int]], messages: Sequence[Mapping[str, Any]]
-) -> list[tuple[int, int]]:
+def _marks_to_learn(marks: list[tuple[int, int]], messages: Messages) -> list[tuple[int, int]]:
     """`marks` without those of messages of weight 0. Raises RowError if these cannot be identified."""
     answers = [message for message in messages if message.get("role") == "assistant"]
     if all(_is_learned(message) for message in answers):
@@ -383,8 +363,6 @@ def _closing_ids(tokenizer: Tokenizer) -> set[int]:
     return {each for each in found if each is not None}
 
 
-Message = Mapping[str, Any]
-
 _PROBE = "qzx another text zxq"
 _PROBE_TOOL = {
     "type": "function",
@@ -410,7 +388,7 @@ class UnwrittenFinder:
         self._template = template
         self._written: dict[tuple[Any, ...], bool] = {}
 
-    def find(self, messages: Sequence[Message], tools: Any, text: str) -> list[tuple[str, int]]:
+    def find(self, messages: Messages, tools: Any, text: str) -> list[tuple[str, int]]:
         """The parts of `messages` that are missing in `text`, the rendering: (kind such as `system messages`,
         number of the message). Tool definitions have the number -1.
         """
@@ -420,7 +398,7 @@ class UnwrittenFinder:
             for kind, key, probe in _parts(messages[i])
             if not self._is_written(messages, tools, text, i, key, probe)
         ]
-        if tools and self._render(messages, [*tools, _PROBE_TOOL]) == text:
+        if tools and self._template.attempt(messages, [*tools, _PROBE_TOOL]) == text:
             found.append((TOOLS, -1))
         return found
 
@@ -431,17 +409,15 @@ class UnwrittenFinder:
         calling = [i for i, message in enumerate(messages) if message.get("tool_calls")]
         if calling and "tool_calls" not in self._template.source(tools):
             return inline_calls(messages)
-        text = self._render(messages, tools) if calling else None
+        text = self._template.attempt(messages, tools) if calling else None
         out = [*messages]
         for i in calling if text is not None else ():
             changed = [*messages[:i], {**messages[i], "tool_calls": [_PROBE_TOOL]}, *messages[i + 1 :]]
-            if self._render(changed, tools) == text:
+            if self._template.attempt(changed, tools) == text:
                 out[i : i + 1] = inline_calls(messages[i : i + 1])
         return out
 
-    def _is_written(
-        self, messages: Sequence[Message], tools: Any, text: str, i: int, key: str, probe: Any
-    ) -> bool:
+    def _is_written(self, messages: Messages, tools: Any, text: str, i: int, key: str, probe: Any) -> bool:
         value = messages[i][key]
         is_long = isinstance(value, str) and len(value) >= _SURE_CHARACTERS
         if is_long and value.strip() in text:
@@ -452,14 +428,8 @@ class UnwrittenFinder:
         if is_long or place not in self._written:
             changed = [*messages]
             changed[i] = {**messages[i], key: probe}
-            self._written[place] = self._render(changed, tools) != text
+            self._written[place] = self._template.attempt(changed, tools) != text
         return self._written[place]
-
-    def _render(self, messages: Sequence[Message], tools: Any) -> str | None:
-        try:
-            return self._template.render(messages, tools).text
-        except RowError:
-            return None
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, Any]]:

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -44,10 +45,10 @@ from lptune.data.errors import BadRows, Skipped
 from lptune.data.formats import Format
 from lptune.data.hf import read_answer
 from lptune.data.layout import Layout
-from lptune.data.report import Unused
+from lptune.data.report import count_unused
 from lptune.data.sources import JsonFloat, Row
 from lptune.data.tokenization import Item, tokenize
-from lptune.data.tokenizer import Tokenizer
+from lptune.data.tokenizer import Tokenizer, load_tokenizer
 
 CHUNK_ROWS = 2048
 CHUNK_CHARACTERS = 4 * MEBI
@@ -68,22 +69,26 @@ class Work(NamedTuple):
     fmt: Format
 
     def to_json(self) -> str:
-        """All of it, for `of_json` in another process."""
+        """All of it, for `of_json` in another process, which loads the tokenizer from its folder."""
+        template = self.tokenizer.template
+        day = template.date.isoformat() if template else None
+        loaded_by = (str(self.tokenizer.folder), self.tokenizer.given_template, day)
         fmt = dataclasses.asdict(self.fmt) | {"columns": [*self.fmt.columns]}
-        return json.dumps([dataclasses.asdict(self.cfg), self.tokenizer.to_values(), fmt])
+        return json.dumps([dataclasses.asdict(self.cfg), loaded_by, fmt])
 
     @classmethod
     def of_json(cls, text: bytes) -> "Work":
         """The work that `to_json` wrote, with a tokenizer of its own."""
-        cfg, tokenizer, fmt = json.loads(text)
+        cfg, (folder, chat_template, day), fmt = json.loads(text)
+        tokenizer = load_tokenizer(Path(folder), chat_template, date=day and date.fromisoformat(day))
         fmt |= {"columns": frozenset(fmt["columns"]), "absent": tuple(fmt["absent"])}
-        return cls(DataConfig(**cfg), Tokenizer.of_values(tokenizer), Format(**fmt))
+        return cls(DataConfig(**cfg), tokenizer, Format(**fmt))
 
     def make(self, chunk: Chunk) -> "Made":
         """The documents of a chunk. Raises UserError for a row that ends the run."""
         layout, bad = Layout(self.cfg, self.tokenizer, self.fmt), BadRows(self.cfg.on_bad_row)
-        unused = Unused(self.fmt.is_used, self.fmt.message_columns, layout.template_text, layout.tally)
-        deque(unused.watch(item for item in chunk if isinstance(item, Row)), maxlen=0)
+        rows = (item for item in chunk if isinstance(item, Row))
+        count_unused(rows, self.fmt.is_used, self.fmt.message_columns, layout.template_text, layout.tally)
         documents = tokenize(chunk, self.fmt, layout, bad, seq_len=self.cfg.seq_len)
         return Made(documents, vars(layout.tally), Skipped(bad.count, bad.first))
 

@@ -26,7 +26,6 @@ from lptune.base.errors import UserError
 from lptune.base.files import (
     MAX_BYTES,
     Lock,
-    is_deep,
     kind_of,
     object_of,
     read_object,
@@ -130,8 +129,6 @@ class AnswerFile:
                     f"{prompt.row.place}: has a column {self._column!r}, the key of the answer; set "
                     "answer_column to another name"
                 )
-            if is_deep(prompt.row.values):
-                raise UserError(f"{prompt.row.place}: its values are nested too deep; leave such columns out")
             yield prompt
 
     def _skip_answered(self, batches: Iterator[list[Prompt]]) -> tuple[int, list[Prompt]]:

@@ -90,3 +90,16 @@ def jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+@pytest.fixture
+def tokenizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One element per time that a source was tokenized."""
+    made, before = [], Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: Any, **keys: Any) -> Any:
+        made.append(len(texts))
+        return before(self, texts, **keys)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    return made

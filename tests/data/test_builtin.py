@@ -1,10 +1,9 @@
-"""The built-in instruction set: reproducible, without repetitions, and true.
+"""The built-in instruction set: reproducible, and without repetitions.
 
-The digest of all rows pins every answer. So the facts below, written independently, and the rules of order
-and arithmetic are a sample: whoever changes the set looks at the changed rows, and writes the digest here.
+The digest of all rows pins every answer: whoever changes the set looks at the changed rows, and writes the
+digest here.
 """
 
-import calendar
 import hashlib
 import json
 import re
@@ -16,19 +15,6 @@ from lptune.base.errors import UserError
 from lptune.data.builtin import DEFAULT_NUM_ROWS, builtin_rows, max_num_rows
 
 ALL = {row["prompt"]: row["response"] for row in builtin_rows(max_num_rows())}
-FACTS = {
-    "What is the capital of {}?": "France Paris, Poland Warsaw, Kenya Nairobi, Peru Lima, Nepal Kathmandu",
-    "On which continent is {}?": "Egypt Africa, Japan Asia, Portugal Europe, Morocco Africa, Ireland Europe",
-    'What is the opposite of "{}"?': "hot cold, cold hot, always never, buy sell, west east, weak strong",
-    'What is the plural of "{}"?': "child children, mouse mice, ox oxen, sheep sheep, potato potatoes",
-    'What is the past tense of "{}"?': "go went, catch caught, sleep slept, swim swam, tell told, fly flew",
-    "How many legs does a {} have?": "dog 4, hen 2, snake 0, frog 4, butterfly 6",
-    "What kind of animal is a {}?": "frog amphibian, lizard reptile, bee insect, wolf mammal",
-    "What is the young of a {} called?": "dog puppy, swan cygnet, frog tadpole, deer fawn, horse foal",
-    "What is the sound of a {} called?": "lion roar, horse neigh, bee buzz, snake hiss",
-    'What kind of thing is "{}"?': "oak tree, zinc metal, tulip flower, drill tool, flute instrument",
-    "What colour is {}?": "snow white, coal black, blood red, grass green",
-}
 
 
 def digest(rows: list[dict[str, str]]) -> str:
@@ -64,23 +50,3 @@ def test_no_prompt_occurs_twice_and_answers_are_one_or_two_words() -> None:
 def test_a_number_of_rows_that_is_not_there_is_one_line_naming_the_maximum(num_rows: int) -> None:
     with pytest.raises(UserError, match=f"1 to {max_num_rows()} rows, {num_rows} were asked for"):
         builtin_rows(num_rows)
-
-
-def test_facts_agree_with_a_list_written_by_hand() -> None:
-    for question, known in FACTS.items():
-        for pair in known.split(", "):
-            thing, answer = pair.split()
-            assert ALL[question.format(thing)] == answer, pair
-
-
-def test_answers_that_follow_from_a_rule_are_right() -> None:
-    days = list(calendar.day_name)  # the C locale's English names
-    for i, day in enumerate(days):
-        assert ALL[f"What day comes after {day}?"] == days[(i + 1) % 7]
-        assert ALL[f"What day is three days before {day}?"] == days[(i - 3) % 7]
-    for a in range(1, 11):
-        for b in range(1, a + 1):
-            assert (ALL[f"What is {a} plus {b}?"], ALL[f"Subtract {b} from {a}."]) == (str(a + b), str(a - b))
-    lists = [re.fullmatch(r"Name the (first|second|last) word: (.+)\.", prompt) for prompt in ALL]
-    for found in filter(None, lists):
-        assert found[2].split(", ")[{"first": 0, "second": 1, "last": -1}[found[1]]] == ALL[found[0]]

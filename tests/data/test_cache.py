@@ -54,19 +54,6 @@ def run(tmp_path: Path, rows: Path, chat: Tokenizer) -> Callable[..., Prepared]:
     return run
 
 
-@pytest.fixture
-def tokenizations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One element per time that a source was tokenized."""
-    made, before = [], Tokenizer.encode_batch
-
-    def encode_batch(self: Tokenizer, texts: Any, **keys: Any) -> Any:
-        made.append(len(texts))
-        return before(self, texts, **keys)
-
-    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
-    return made
-
-
 def entries(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir())
 

@@ -11,7 +11,7 @@ from lptune.data import Prepared, Tokenizer, prepare
 from lptune.data.detect import detect_format
 from lptune.data.errors import RowError
 from lptune.data.formats import Conversation, Document, Pair
-from lptune.data.report import _MAX_NAMED, Unused
+from lptune.data.report import _MAX_NAMED, Tally, count_unused
 from lptune.data.sources import Row
 from tests.helpers.documents import Write, texts
 
@@ -165,19 +165,24 @@ def test_a_column_that_comes_up_late_is_read_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
-    [({"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}), ({"system": "s"}, {"system_prompt": "t"})],
+    ("base", "one", "other"),
+    [
+        (CHAT, {"tools": [{"name": "f"}]}, {"functions": [{"name": "g"}]}),
+        (CHAT, {"system": "s"}, {"system_prompt": "t"}),
+        (PAIR, {"input": "i"}, {"context": "c"}),
+    ],
 )
 def test_rows_that_name_a_part_differently_keep_it(
-    run: Callable, one: dict[str, Any], other: dict[str, Any]
+    run: Callable, base: dict[str, Any], one: dict[str, Any], other: dict[str, Any]
 ) -> None:
-    rows = [CHAT | one, CHAT | other]
+    rows = [base | one, base | other]
+    first = base if base is PAIR else rows[0]  # the second part of a prompt is one column, or comes up late
     for row, empty in zip(rows, ([], ""), strict=True):
-        assert document(row, rows[0]) == document(row)
-        assert document(row | dict.fromkeys([*one, *other], empty) | row, rows[0]) == document(row)
+        assert document(row, first) == document(row)
+        assert document(row | dict.fromkeys([*one, *other], empty) | row, first) == document(row)
     with pytest.raises(RowError, match=f"columns {next(iter(one))}, {next(iter(other))} could each be the"):
-        document(rows[0] | other, rows[0])
-    assert not notes(run(rows[0], *[CHAT] * LATE, rows[1]))
+        document(rows[0] | other, first)
+    assert not notes(run(first, *[base] * LATE, rows[1]))
     if "tools" in one:
         assert [document(row, *rows) for row in rows] == [document(row) for row in rows]
 
@@ -207,16 +212,17 @@ def test_a_message_key_that_the_template_names_is_used() -> None:
         ("{{ m.role }} {{ names }} {{ m.thinking }}", ["name (1)"]),
         ("{{ m.content }}", ["name (1), reasoning (1)"]),
     ):
-        watch = Unused(lambda name: True, ["messages"], template)
-        assert list(watch.watch([row])) == [row]
-        assert [note.partition(": ")[2] for note in watch.notes()] == unused
+        tally = Tally()
+        count_unused([row], lambda name: True, ["messages"], template, tally)
+        assert [note.partition(": ")[2] for note in tally.notes_on_unused()] == unused
 
 
 def test_names_that_are_data_neither_fill_the_memory_nor_the_report() -> None:
-    watch = Unused(lambda name: False, [], "")
-    num_rows = sum(1 for _ in watch.watch(Row("r", {f"id-{i}": 1, "always": 1}) for i in range(3000)))
-    (note,) = watch.notes()
-    assert num_rows == watch.num_rows == 3000
+    tally = Tally()
+    rows = (Row("r", {f"id-{i}": 1, "always": 1}) for i in range(3000))
+    count_unused(rows, lambda name: False, [], "", tally)
+    (note,) = tally.notes_on_unused()
+    assert tally.counts["num_rows"] == 3000
     assert note.startswith("columns that are not used, with their rows: always (3,000), id-0 (1)")
     assert note.endswith(f"and {1000 - _MAX_NAMED:,} or more others")
 

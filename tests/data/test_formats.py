@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lptune.base.errors import UserError
 from lptune.config import DataConfig
 from lptune.data.detect import detect_format
 from lptune.data.errors import BadRows, RowError
@@ -263,50 +262,3 @@ def test_real_files_are_recognised_and_every_row_is_usable(assets: Path, name: s
     assert fmt.describe() == ASSET_FORMATS[name]
     for row in rows:
         fmt.document(row)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("rasbt_preference.json", "holds preferences .columns chosen, rejected."),
-        ("dpo_en_demo.json", "holds preferences .columns chosen, rejected."),
-        (
-            "alpaca_seed_tasks.jsonl",
-            r"column 'instances' holds nested rows \(input, output\); write one row for each",
-        ),
-    ],
-)
-def test_real_files_of_other_shapes_get_a_clear_line(assets: Path, name: str, message: str) -> None:
-    source = str(assets / "data" / name)
-    rows = list(read_rows(source, BadRows("error"), max_rows=32))
-    with pytest.raises(UserError, match=message):
-        detect_format(DataConfig(source=source), rows, source)
-
-
-def test_real_preferences_train_on_the_chosen_side_when_told(assets: Path) -> None:
-    for name in ("rasbt_preference.json", "dpo_en_demo.json"):
-        source = str(assets / "data" / name)
-        rows = list(read_rows(source, BadRows("error")))
-        fmt = detect_format(DataConfig(source=source, response_column="chosen"), rows[:32], source)
-        for row in rows:
-            document = fmt.document(row)
-            answer = document.response if isinstance(document, Pair) else document.messages[-1]["content"]
-            chosen = row.values["chosen"]
-            assert answer == (chosen if isinstance(chosen, str) else chosen["value"])
-
-
-def test_two_columns_of_a_later_row_for_one_part_are_a_bad_row() -> None:
-    fmt = detect({"instruction": "i", "output": "o"})
-
-    def document(**values: Any) -> Any:
-        return fmt.document(Row("r", {"instruction": "i", "output": "o", **values}))
-
-    for values in ({"input": "a", "context": "b"}, {"context": "b", "input": "a"}):
-        with pytest.raises(RowError, match=r"could each be the prompt's second part; keep one"):
-            document(**values)
-    with pytest.raises(
-        RowError, match=r"columns system, system_prompt could each be the system message; keep"
-    ):
-        document(system="a", system_prompt="b")
-    for values in ({"input": None, "context": "b"}, {"context": "b", "input": None}):
-        assert document(**values).input == "b"

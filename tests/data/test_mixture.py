@@ -16,10 +16,10 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig, SourceConfig
 from lptune.data import Loader, Prepared, Rows, Tokenizer, cache, load_tokenizer, prepare
 from lptune.data import documents as documents_module
-from lptune.data.documents import Documents, Joined, joined
+from lptune.data.documents import Joined, joined
 from lptune.data.order import weighted
 from tests.helpers.chat_templates import CHATML, config
-from tests.helpers.documents import Make, Write
+from tests.helpers.documents import Make, Write, numbered
 
 SUMS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}."} for i in range(40)]
 NAMES = [{"instruction": f"Name number {i}", "output": "Paris" * (1 + i % 5)} for i in range(31)]
@@ -133,6 +133,9 @@ def test_evaluation_sources_are_a_list_too(sources: tuple[str, str], tokenizer: 
     assert f"note: 40 of 71 documents of {names}, {sums} have a prompt of {sums}" in prepared.report
     with pytest.raises(UserError, match=rf"data.eval_source: {names} is read twice"):
         run(sums, tokenizer, eval_source=(names, names))
+    Path(names).write_text("")
+    with pytest.raises(UserError, match=r"names.jsonl: is empty; give data.eval_source rows"):
+        run(sums, tokenizer, eval_source=names)
 
 
 def test_a_text_beside_other_sources_is_held_out_in_chunks(
@@ -176,25 +179,19 @@ def test_a_resumed_run_and_two_ranks_see_the_batches_of_one(
 
 
 def test_each_source_has_a_cache_entry_that_other_weights_and_lists_reuse(
-    sources: tuple[str, str], tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    sources: tuple[str, str], tmp_path: Path, tokenizer: Tokenizer, tokenizations: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(cache, "MIN_BYTES", 0)
     folder = tmp_path / "cache"
-    encoded, encode_batch = [], Tokenizer.encode_batch
-
-    def counted(self: Tokenizer, texts: Any, **keys: Any) -> Any:
-        encoded.append(len(texts))
-        return encode_batch(self, texts, **keys)
-
-    monkeypatch.setattr(Tokenizer, "encode_batch", counted)
     sums, names = sources
     listed = [entry(sums, weight=2), entry(names, weight=0.5)]
     cold = run(listed, tokenizer, cache=str(folder))
-    num_calls = len(encoded)
+    num_calls = len(tokenizations)
     warm = run(listed, tokenizer, cache=str(folder))
     for source in ([names, entry(sums, weight=3)], names, [names, sums]):
         run(source, tokenizer, cache=str(folder), eval_fraction=0.1)
-    assert len(encoded) == num_calls
+    assert len(tokenizations) == num_calls
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
     assert cold.train.digest == warm.train.digest == run(listed, tokenizer).train.digest
     tokens_T = warm.train.documents.tokens_T
@@ -311,19 +308,7 @@ def test_the_share_is_uniform_and_another_one_for_each_source() -> None:
 
 @given(st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=6), min_size=1, max_size=4), st.data())
 def test_joined_documents_are_those_of_one_array(lengths: list[list[int]], data: st.DataObject) -> None:
-    rng = np.random.default_rng(0)
-
-    def documents(own: list[int]) -> Documents:
-        tokens_T = rng.integers(0, 99, sum(own)).astype(np.int32)
-        offsets_N1 = np.r_[0, np.cumsum(own)]
-        is_target_T = tokens_T % 2 == 0
-        is_target_T[offsets_N1[:-1]] = False
-        return Documents(
-            tokens_T=tokens_T, is_target_T=is_target_T, offsets_N1=offsets_N1,
-            answers_N2=np.zeros((len(own), 2), np.int32), prompt_keys_N=np.arange(len(own), dtype=np.uint64),
-        )  # fmt: skip
-
-    parts = [documents(own) for own in lengths]
+    parts = [numbered(own, 100 * i) for i, own in enumerate(lengths)]
     found = joined(parts)
     tokens_T = np.concatenate([part.tokens_T for part in parts])
     numbers = data.draw(st.lists(st.integers(0, found.num_documents - 1), max_size=12))
@@ -343,18 +328,8 @@ def test_a_document_that_reaches_over_the_last_piece_is_read_once(
 ) -> None:
     """5 + 4 tokens: the last document begins in one piece and ends in another."""
     monkeypatch.setattr(documents_module, "PIECE_TOKENS", piece)
-    parts = [_documents([2, 3], 0), _documents([4], 5)]
-    found = joined(parts)
+    found = joined([numbered([2, 3]), numbered([4], 5)])
     assert np.concatenate([*found.end_to_end(found.tokens_T)]).tolist() == list(range(9))
-
-
-def _documents(lengths: list[int], first: int) -> Documents:
-    tokens_T = np.arange(first, first + sum(lengths), dtype=np.int32)
-    return Documents(
-        tokens_T=tokens_T, is_target_T=tokens_T % 2 == 0, offsets_N1=np.r_[0, np.cumsum(lengths)],
-        answers_N2=np.zeros((len(lengths), 2), np.int32),
-        prompt_keys_N=np.arange(len(lengths), dtype=np.uint64),
-    )  # fmt: skip
 
 
 def test_each_token_of_a_batch_knows_its_source_and_targets_are_counted_by_source(
@@ -367,9 +342,8 @@ def test_each_token_of_a_batch_knows_its_source_and_targets_are_counted_by_sourc
         assert rows.num_sources == 2
         batch = rows.batch(range(rows.num_rows))
         found = Counter[int]()
-        for b, row in enumerate(rows.packing.row_offsets[:-1].tolist()):
-            stop = rows.packing.row_offsets[b + 1]
-            for i, number in enumerate(rows.packing.documents[row:stop].tolist()):
+        for b in range(rows.num_rows):
+            for i, number in enumerate(rows.packing.row(b).tolist()):
                 here = batch.document_BS[b] == i
                 of_sums = tokenizer.decode(rows.prompt_and_answer(number)[0]).strip() in QUESTIONS
                 source = 0 if of_sums else 1

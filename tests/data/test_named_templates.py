@@ -86,12 +86,6 @@ def test_a_tokenizer_without_a_template_is_told_the_one_of_its_tokens(special: l
     assert suggested(["<s>", "</s>", *special]).startswith(f"set data.chat_template={name} ")
 
 
-def test_the_error_of_chats_without_a_template_suggests_one(tokenizer_folder: Make) -> None:
-    bare = load_tokenizer(tokenizer_folder())
-    with pytest.raises(UserError, match=r"no chat template; set data.chat_template=\w+ .*instruct"):
-        bare.render_chat(CONVERSATION)
-
-
 @pytest.mark.parametrize(
     ("name", "missing", "fits"),
     [

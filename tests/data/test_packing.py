@@ -1,7 +1,5 @@
 """Every document stands in exactly one row, whole; rows are as full as best-fit decreasing makes them."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -50,18 +48,6 @@ def test_placing_groups_equals_best_fit_decreasing_one_by_one(lengths: list[int]
     )
 
 
-@given(LENGTHS, st.integers(64, 100))
-def test_the_number_of_rows_is_near_the_lower_bound(lengths: list[int], capacity: int) -> None:
-    # Best-fit decreasing needs at most 11/9 of the optimum + 6/9 rows (Dósa 2007); the optimum is at least
-    # the tokens' volume,
-    # and at least the number of documents longer than half a row.
-    lower = max(-(-sum(lengths) // capacity), sum(length > capacity / 2 for length in lengths))
-    rows = pack(lengths, capacity, 0).num_rows
-    assert rows >= lower
-    if max(lengths) <= capacity // 4:  # any-fit: each row but the last is filled to more than 3/4
-        assert rows <= 4 / 3 * lower + 1
-
-
 def test_packing_depends_on_lengths_and_seed_alone() -> None:
     lengths = np.random.default_rng(0).integers(1, 50, 1000)
     first, again, other = pack(lengths, 64, 1), pack(lengths.tolist(), 64, 1), pack(lengths, 64, 2)
@@ -69,16 +55,6 @@ def test_packing_depends_on_lengths_and_seed_alone() -> None:
     assert np.array_equal(first.row_offsets, again.row_offsets)
     assert not np.array_equal(first.documents, other.documents)
     assert first.num_rows == other.num_rows
-
-
-def test_a_million_documents_pack_without_a_search_per_document() -> None:
-    # Work is counted, not time: the number of group placements is bounded by the lengths, whatever the
-    # documents.
-    lengths = np.minimum(random_keys(0, "test", 1_000_000) % np.uint64(2048) + np.uint64(1), 2048).astype(
-        np.int64
-    )
-    packing = pack(lengths, 2048, 0)
-    assert lengths.sum() / (packing.num_rows * 2048) > 0.995
 
 
 @settings(max_examples=30)
@@ -92,20 +68,8 @@ def test_orders_differ_between_seeds_and_epochs_and_never_change() -> None:
     orders = {tuple(permutation(seed, epoch, 50).tolist()) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     # The stream of Philox is guaranteed by numpy; a change of these numbers would break every resume.
-    assert permutation(0, 0, 10).tolist() == GOLDEN_ORDER
-    assert random_keys(7, "packing", 2).tolist() == GOLDEN_KEYS
-
-
-GOLDEN_ORDER = [6, 5, 7, 8, 0, 9, 3, 4, 1, 2]
-GOLDEN_KEYS = [3586410811760743958, 11644992548695711192]
-
-
-def test_an_epochs_order_is_uniform() -> None:
-    # Where row 0 lands over 4000 epochs: each of 8 places has p = 1/8; 5 standard deviations of a binomial
-    # count.
-    places = np.array([np.flatnonzero(permutation(3, epoch, 8) == 0)[0] for epoch in range(4000)])
-    counts = np.bincount(places, minlength=8)
-    assert (np.abs(counts - 500) < 5 * np.sqrt(4000 / 8 * 7 / 8)).all()
+    assert permutation(0, 0, 10).tolist() == [6, 5, 7, 8, 0, 9, 3, 4, 1, 2]
+    assert random_keys(7, "packing", 2).tolist() == [3586410811760743958, 11644992548695711192]
 
 
 def test_ranks_depend_on_key_and_seed_alone() -> None:
@@ -141,7 +105,7 @@ def test_texts_are_cut_as_a_plain_loop_cuts_them(seed: int) -> None:
     tokens = np.add.reduceat(lengths[packing.documents], packing.row_offsets[:-1])
     loose = [row for row in range(packing.num_rows) if tokens[row] < NEARLY_FULL * capacity]
     whole = [row for row in range(packing.num_rows) if row not in loose]
-    rows = [packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]] for row in loose]
+    rows = [packing.row(row) for row in loose]
     order = np.concatenate([*rows, np.zeros(0, np.int64)]).tolist()
     expected = filled([int(lengths[text]) for text in order], capacity) if order else []
     found = cut_to_fill(lengths, np.ones(len(lengths), bool), packing, capacity)
@@ -152,12 +116,12 @@ def test_texts_are_cut_as_a_plain_loop_cuts_them(seed: int) -> None:
     parts, cut = found
     assert cut.num_rows == len(whole) + len(expected)
     made = [
-        list(zip(*(array[cut.documents[first:stop]].tolist() for array in parts), strict=True))
-        for first, stop in pairwise(cut.row_offsets.tolist())
+        list(zip(*(array[cut.row(row)].tolist() for array in parts), strict=True))
+        for row in range(cut.num_rows)
     ]
     assert made[len(whole) :] == [[(order[i], start, length) for i, start, length in row] for row in expected]
-    kept = [packing.documents[packing.row_offsets[row] : packing.row_offsets[row + 1]] for row in whole]
-    assert made[: len(whole)] == [[(text, 0, int(lengths[text])) for text in row.tolist()] for row in kept]
+    kept = [packing.row(row).tolist() for row in whole]
+    assert made[: len(whole)] == [[(text, 0, int(lengths[text])) for text in row] for row in kept]
     # Every token but the first of each text is predicted once.
     targets = sorted(
         (n, i) for n, start, length in zip(*parts, strict=True) for i in range(start + 1, start + length)

@@ -373,18 +373,6 @@ def test_splits_keep_prompts_whole_and_both_sides_alive(keys: list[int], fractio
     assert abs(held_out.sum() - fraction * len(keys)) <= largest + 1
 
 
-def test_an_evaluation_source_is_read_alike_and_shared_prompts_are_told(
-    jsonl: Write, tokenizer: Tokenizer
-) -> None:
-    held = jsonl(*PAIRS[:3], {"question": "new", "answer": "n"}, name="held.jsonl")
-    prepared = run(jsonl(*PAIRS), tokenizer, eval_source=held)
-    assert prepared.evaluation is not None
-    assert (prepared.train.num_documents, prepared.evaluation.num_documents) == (40, 4)
-    assert any("3 of 4 documents of" in line for line in prepared.report)
-    with pytest.raises(UserError, match=r"held.jsonl: columns|held.jsonl: cannot tell"):
-        run(jsonl(*PAIRS), tokenizer, eval_source=jsonl({"a": "b"}, name="held.jsonl"))
-
-
 def test_the_evaluation_source_has_a_split_of_its_own(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -409,53 +397,6 @@ def test_the_evaluation_source_has_a_split_of_its_own(
         prepare_evaluation(DataConfig(source="a/b", **here), tokenizer, seed=0, vocab_size=1000)
     with pytest.raises(UserError, match=r"data.eval_split: belongs to data.eval_source"):
         DataConfig(source="a/b", eval_split="test")
-
-
-def test_without_packing_rows_are_documents(jsonl: Write, tokenizer: Tokenizer) -> None:
-    rows = run(jsonl(*PAIRS), tokenizer, packing=False).train
-    assert rows.num_rows == rows.num_documents == len(PAIRS)
-    assert rows.most_documents(1) == 2
-    packed = run(jsonl(*PAIRS), tokenizer).train
-    assert packed.num_rows < len(PAIRS)
-    assert packed.num_target_tokens == rows.num_target_tokens
-
-
-REAL = [
-    ("gsm8k_train.jsonl", "tokenizers/titan_2k", None),
-    ("alpaca_en_demo.json", "tokenizers/llama2", None),
-    ("rasbt_instruction.json", "tokenizers/mistral_chatml", None),
-    ("identity.json", "tokenizers/llama2", MISTRAL),
-    ("openai_messages.jsonl", "models/story_llama", CHATML),
-    ("glaive_toolcall_en_demo.json", "tokenizers/qwen2", QWEN3),
-    ("multilingual.txt", "tokenizers/llama2", None),
-]
-
-
-@pytest.mark.parametrize(("file", "folder", "template"), REAL)
-def test_real_files_become_rows_with_every_real_tokenizer(
-    assets: Path, asset_tokenizer: Load, file: str, folder: str, template: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    if folder.endswith("titan_2k"):  # it knows neither space nor line break
-        monkeypatch.setattr(layout, "MAX_UNKNOWN", 1.0)
-    tokenizer = asset_tokenizer(folder)
-    if template is not None:
-        tokenizer = tokenizer.with_chat_template(template)
-    source = str(assets / "data" / file)
-    prepared = run(
-        source, tokenizer, seq_len=1024, eval_fraction=0.05, max_rows=400, vocab_size=tokenizer.vocab_size
-    )
-    assert prepared.evaluation is not None
-    assert prepared.train.fill > 0.8
-    for rows in (prepared.train, prepared.evaluation):
-        batch = rows.batch(range(rows.num_rows))
-        assert batch.num_targets == rows.num_target_tokens > 0
-        for i in range(min(20, rows.num_documents)):
-            prompt, answer = rows.prompt_and_answer(i)
-            assert prompt
-            assert answer
-    if "note" in "\n".join(prepared.report):
-        assert all(len(line) < 300 for line in prepared.report)
 
 
 def test_a_tokenizer_without_the_configs_chat_template_is_refused(

@@ -49,6 +49,7 @@ def check(error: Exception, said: str) -> None:
         (QA, {"format": "text"}, "question, answer|set data.text_column"),
         ({"text": "x"}, {"format": "pairs"}, "response|text|set data.response_column"),
         (TWO, {}, "preferences|set data.response_column=chosen"),
+        ({"instruction": "i", "instances": [{"input": "a", "output": "b"}]}, {}, "'instances'|input, output"),
         ({"text": "p"}, {"prompt_template": "{text}"}, "response"),
         (QA, {"prompt_template": "Q: {qestion}"}, "data.prompt_template|'qestion'|did you mean 'question'"),
         (QA, {"prompt_template": "Q: {question"}, "data.prompt_template|'}'"),
@@ -128,6 +129,7 @@ def test_a_conversation(value: Any, said: str) -> None:
     check(raised.value, said)
 
 
+ALONE: dict[str, bool] = {}
 COMPARED = {"preferences": True}
 LABELLED = {"labelled": True}
 
@@ -150,6 +152,9 @@ LABELLED = {"labelled": True}
         ),
         (COMPARED, TWO | {"messages": SAY, "prompt": None}, {}, "'messages'|answer|'chosen'"),
         (COMPARED, TWO | {"rejected": TWO["chosen"]}, {}, "1 preferences|equal"),
+        (ALONE, TWO, {}, "one response|full_dpo|full_kto"),
+        (ALONE, TWO, {"chosen_column": "chosen"}, "data.chosen_column|preferences|full_dpo"),
+        (ALONE, RATED, {"label_column": "label"}, "data.label_column|label|full_kto"),
         (LABELLED, {"prompt": "a", "completion": "b"}, {}, "labels|set data.label_column|full_finetune"),
         (LABELLED, RATED | TWO, {}, "label|preferences|Set data.label_column"),
         (LABELLED, RATED | {"kto_tag": True}, {}, "label, kto_tag|set data.label_column"),

@@ -10,25 +10,15 @@ from lptune.data import Loader, Rows, documents, evaluation_batches, pack
 from lptune.data.documents import Documents
 from lptune.data.packing import one_document_per_row
 from lptune.data.rows import EMPTY_ROW, IGNORE
+from tests.helpers.documents import numbered
 
 SEQ_LEN = 16
 PAD = 999
 
 
 def make_rows(lengths: list[int], *, seed: int = 0, packing: bool = True) -> Rows:
-    """Documents of distinct tokens, every third of which is no target."""
-    num_tokens = sum(lengths)
-    offsets = np.r_[0, np.cumsum(lengths)].astype(np.int64)
-    tokens = np.arange(num_tokens, dtype=np.int32) + 1000
-    is_target = tokens % 3 != 0
-    is_target[offsets[:-1]] = False
-    documents = Documents(
-        tokens_T=tokens, is_target_T=is_target, offsets_N1=offsets,
-        answers_N2=np.array([[length // 2, length] for length in lengths], dtype=np.int32),
-        prompt_keys_N=np.arange(len(lengths), dtype=np.uint64),
-    )  # fmt: skip
     chosen = pack(lengths, SEQ_LEN, seed) if packing else one_document_per_row(len(lengths))
-    return Rows(documents, chosen, seq_len=SEQ_LEN, pad_id=PAD)
+    return Rows(numbered(lengths, 1000), chosen, seq_len=SEQ_LEN, pad_id=PAD)
 
 
 LENGTHS = st.lists(st.integers(2, SEQ_LEN), min_size=1, max_size=40)
@@ -41,11 +31,7 @@ def test_a_batch_equals_the_naive_reference(lengths: list[int], packing: bool) -
     batch = rows.batch(numbers)
     starts = []
     for b, row in enumerate(numbers):
-        documents = (
-            []
-            if row == EMPTY_ROW
-            else rows.packing.documents[slice(*rows.packing.row_offsets[row : row + 2])].tolist()
-        )
+        documents = [] if row == EMPTY_ROW else rows.packing.row(row).tolist()
         tokens, labels, positions, document = [], [], [], []
         for i, number in enumerate(documents):
             starts.append(b * SEQ_LEN + len(tokens))

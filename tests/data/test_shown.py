@@ -1,29 +1,19 @@
 """Documents as text: each character is shown once, and targets are marked as the loss counts them."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from lptune.base.text import printable
 from lptune.config import DataConfig
-from lptune.data import Rows, Tokenizer, load_tokenizer, prepare, shown
-from tests.helpers.documents import Load, Make
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}"
-    "{{ '\n' }}{% endfor %}"
-)
+from lptune.data import Rows, Tokenizer, prepare, shown
+from tests.helpers.documents import Load, Write
 
 
-def _rows(folder: Path, records: list[dict[str, Any]], tokenizer: Tokenizer, **keys: Any) -> Rows:
-    source = folder / "rows.jsonl"
-    source.write_text("".join(json.dumps(record) + "\n" for record in records))
-    cfg = DataConfig(source=str(source), cache="none", **keys)
+def _rows(source: str, tokenizer: Tokenizer, seq_len: int) -> Rows:
+    cfg = DataConfig(source=source, cache="none", seq_len=seq_len)
     return prepare(cfg, tokenizer, seed=0, vocab_size=tokenizer.vocab_size).train
 
 
@@ -36,26 +26,24 @@ def _sgr(text: str) -> str:
     return re.sub(r"\x1b\[\d+m", "", text)
 
 
-def test_brackets_enclose_exactly_what_the_assistant_writes(tokenizer_folder: Make, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder(chat_template=CHATML))
+def test_brackets_enclose_exactly_what_the_assistant_writes(chat: Tokenizer, jsonl: Write) -> None:
     messages = [
         {"role": "user", "content": "你好，世界 🎉"},
         {"role": "assistant", "content": "Привет, мир.\nüber 🎉"},
         {"role": "user", "content": "2 + 2"},
         {"role": "assistant", "content": "four"},
     ]
-    rows = _rows(tmp_path, [{"messages": messages}], tokenizer, seq_len=512)
-    assert _text(rows, 0, tokenizer) == (
+    rows = _rows(jsonl({"messages": messages}), chat, 512)
+    assert _text(rows, 0, chat) == (
         "<|im_start|>user⏎\n你好，世界 🎉<|im_end|>⏎\n"
         "<|im_start|>assistant⏎\n⟦Привет, мир.⏎\nüber 🎉<|im_end|>⟧⏎\n"
         "<|im_start|>user⏎\n2 + 2<|im_end|>⏎\n<|im_start|>assistant⏎\n⟦four<|im_end|>⟧⏎\n"
     )
 
 
-def test_control_characters_of_the_data_are_escaped(tokenizer_folder: Make, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder())
+def test_control_characters_of_the_data_are_escaped(tokenizer: Tokenizer, jsonl: Write) -> None:
     hostile = "a\x1b[2Jb\x07\u202ec\r\x9b31m"
-    rows = _rows(tmp_path, [{"prompt": hostile, "response": hostile}], tokenizer, seq_len=64)
+    rows = _rows(jsonl({"prompt": hostile, "response": hostile}), tokenizer, 64)
     for marks in (shown.BRACKETS, shown.COLOURS):
         text = _sgr(_text(rows, 0, tokenizer, marks))
         assert text.replace("\n", "").isprintable()
@@ -66,7 +54,7 @@ def test_control_characters_of_the_data_are_escaped(tokenizer_folder: Make, tmp_
 
 @pytest.mark.parametrize("name", ["llama2", "qwen2"])
 def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
-    assets: Path, asset_tokenizer: Load, name: str, tmp_path: Path
+    assets: Path, asset_tokenizer: Load, name: str, jsonl: Write
 ) -> None:
     """Also documents that end within a character, as truncation may leave them."""
     import transformers
@@ -77,7 +65,7 @@ def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
     tokenizer = asset_tokenizer(f"tokenizers/{name}").with_chat_template("none")
     lines = (assets / "data" / "multilingual.txt").read_text().splitlines()[:40]
     records = [{"prompt": line, "response": line[::-1]} for line in lines if line.strip()]
-    rows = _rows(tmp_path, records, tokenizer, seq_len=48)
+    rows = _rows(jsonl(*records), tokenizer, 48)
     assert rows.num_documents >= 10
     for number in range(rows.num_documents):
         start, stop = rows.documents.place(number)
@@ -89,11 +77,10 @@ def test_all_text_of_real_tokenizers_is_shown_as_transformers_decodes_it(
 
 
 def test_the_lines_of_tokens_have_every_id_and_target_of_the_batch(
-    tokenizer_folder: Make, tmp_path: Path
+    tokenizer: Tokenizer, jsonl: Write
 ) -> None:
-    tokenizer = load_tokenizer(tokenizer_folder())
     records = [{"prompt": f"Compute {n}", "response": "two plus two" * n} for n in range(1, 6)]
-    rows = _rows(tmp_path, records, tokenizer, seq_len=64)
+    rows = _rows(jsonl(*records), tokenizer, 64)
     for row in range(rows.num_rows):
         header, *lines = shown.row_lines(rows, row, tokenizer, shown.BRACKETS, ids=True)
         fields = [line.split() for line in lines if not line.startswith("---")]

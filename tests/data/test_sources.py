@@ -1,6 +1,5 @@
 """Every row carries its place; a file that cannot be read is one line with file, line, problem and remedy."""
 
-import builtins
 import json
 import sys
 import tracemalloc
@@ -214,21 +213,11 @@ def test_the_rows_of_a_folder_and_a_glob_follow_each_other_and_name_their_files(
         read(tmp_path)
 
 
-def without_extra(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    real = builtins.__import__
-
-    def fake(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.split(".")[0] in names:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", fake)
-
-
 def test_a_missing_package_is_one_line_with_the_command_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_extra(monkeypatch, "pyarrow", "datasets")
+    for name in ("pyarrow", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     path = write(tmp_path, "r.parquet", b"PAR1")
     with pytest.raises(UserError, match=r"Parquet files need pyarrow; run: .* -m pip install 'pyarrow>=\d"):
         read(path)

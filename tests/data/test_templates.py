@@ -40,28 +40,6 @@ def render_both(
     return ours.encode(text, add_special=False), expected
 
 
-def accepted(name: str, conversation: str) -> bool:
-    return not (name == "gemma" and conversation == "system")
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_rendered_tokens_equal_apply_chat_template(tokenizer_folder: Make, name: str) -> None:
-    folder = tokenizer_folder(**config(name))
-    ours = load_tokenizer(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    for title, messages in CONVERSATIONS.items():
-        if not accepted(name, title):
-            continue
-        for upto in range(1, len(messages) + 1):
-            for prompt in (False, True):
-                part = messages[:upto]
-                if name == "mistral" and [m["role"] for m in part] == ["system"]:
-                    continue
-                expected = theirs.apply_chat_template(part, add_generation_prompt=prompt, return_dict=False)
-                text = ours.render_chat(part, add_generation_prompt=prompt)
-                assert ours.encode(text, add_special=False) == expected, (title, upto, prompt)
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_conversations_with_tools_and_reasoning_render_and_are_told(name: str) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=fuzz_tokenizers.byte_level())

@@ -30,12 +30,6 @@ CLASSES = (
     "CodeLlamaTokenizer", "GemmaTokenizer", "GPT2Tokenizer", "CodeGenTokenizer", "GPTNeoXTokenizer",
     "Qwen2Tokenizer", "Qwen3_5Tokenizer", "BertTokenizer", "OursTokenizer",
 )  # fmt: skip
-TRICKY = [
-    "", " ", "  ", "\n", "\n\n a", "hello world", " hello", "  two", "a  b   c", "tab\t\ttab", "▁a ▁",
-    "<s>hello</s>x", "<unk>", "<|im_start|>user\nhi<|im_end|>\n", "<|begin_of_text|>hi <|end_of_text|> x",
-    "<|start_story|>Once<|end_story|> x", "naïve é é", "don't I'LL", "🎉🎉 x", "İstanbul ǅ ﬁ", "१२३ 45",
-    "\u200b\ufeff\u00a0", "�", "Zwei 123 4567 Füchse\r\n\r\n  x",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +44,7 @@ def real(assets: Path, asset_tokenizer: Load) -> dict[str, tuple[Tokenizer, obje
 def test_ids_equal_transformers(real: dict, assets: Path, name: str) -> None:
     ours, theirs = real[name]
     lines = (assets / "data" / "multilingual.txt").read_text().splitlines()
-    for text in [*TRICKY, *lines[:400], "\n".join(lines[400:800])]:
+    for text in [*fuzz_tokenizers.TEXTS, *lines[:400], "\n".join(lines[400:800])]:
         for special in (True, False):
             assert ours.encode(text, add_special=special) == theirs.encode(
                 text, add_special_tokens=special
@@ -165,31 +159,21 @@ def test_the_eos_token_falls_back_on_generation_and_model_config(
     assert tokenizer.special_tokens == theirs.special_tokens_map == {}  # a chat template sees no eos_token
 
 
-def test_special_tokens_are_read_from_strings_dicts_and_the_old_map(
-    tokenizer_folder: Make,
-) -> None:
-    folder = tokenizer_folder(eos_token={"__type": "AddedToken", "content": "</s>"}, pad_token="<bos>")
-    (folder / "special_tokens_map.json").write_text('{"bos_token": {"content": "<s>"}, "pad_token": "<eos>"}')
-    tokenizer = load_tokenizer(folder)
-    texts = [tokenizer.backend.id_to_token(i) for i in (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)]
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert texts == [theirs.bos_token, theirs.eos_token, theirs.pad_token]
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, "tokenizer.json: not found, and no other tokenizer file"),
         ({"tokenizer.model": "x"}, "tokenizer.json: not found, only tokenizer.model; convert it"),
-        ({"tokenizer.json": "{"}, "tokenizer.json: cannot be read as JSON"),
-        ({"tokenizer.json": "[]"}, "must hold a JSON object, found a list"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: line 1: not valid JSON"),
+        ({"tokenizer.json": "[]"}, "expected a JSON object, found list"),
         ({"tokenizer.json": "{}"}, "no `model` section"),
         (
             {"tokenizer.json": '{"model": {"type": "BPE", "vocab": 3}}'},
             "AutoTokenizer of transformers cannot",
         ),
-        ({"tokenizer_config.json": "\x00"}, "tokenizer_config.json: cannot be read as JSON"),
-        ({"tokenizer_config.json": "\ufeff{}"}, "tokenizer_config.json: cannot be read as JSON: line 1: "),
+        ({"tokenizer_config.json": "\x00"}, "tokenizer_config.json: line 1: not valid JSON"),
+        ({"tokenizer_config.json": "\ufeff{}"}, "tokenizer_config.json: line 1: not valid JSON"),
+        ({"tokenizer_config.json": '{"eos_token": "\\ud83d"}'}, "surrogates not allowed; copy them again"),
         ({"tokenizer_config.json": '{"added_tokens_decoder": {"1": 3}}'}, "should be a dictionary or"),
         ({"tokenizer_config.json": '{"chat_template": "{% if %}"}'}, "line 1: not a jinja template"),
         (

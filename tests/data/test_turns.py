@@ -95,21 +95,6 @@ def test_steps_give_the_mask_of_marks(tokenizer_folder: Make, title: str) -> Non
     assert stepwise == marked
 
 
-@pytest.mark.parametrize(
-    "name", ["chatml", "chatml_marked", "llama3", "llama3_always_prompts", "gemma", "qwen3"]
-)
-def test_the_prompt_before_a_turn_is_what_inference_gives(tokenizer_folder: Make, name: str) -> None:
-    folder = tokenizer_folder(**config(name))
-    tokenizer = load_tokenizer(folder)
-    messages = CONVERSATIONS["three turns"]
-    ids, mask = mask_of(folder, messages)
-    prompt = tokenizer.encode(
-        tokenizer.render_chat(messages[:1], add_generation_prompt=True), add_special=False
-    )
-    assert ids[: len(prompt)] == prompt
-    assert mask[: len(prompt) + 1] == [0] * len(prompt) + [1]
-
-
 @pytest.mark.parametrize("name", ["chatml", "chatml_marked", "qwen3"])
 def test_an_answer_of_weight_0_is_context_only(tokenizer_folder: Make, name: str) -> None:
     folder = tokenizer_folder(**config(name))
@@ -299,21 +284,3 @@ def test_a_template_that_closes_the_last_turn_alone_teaches_to_stop() -> None:
         assert [turns.text[a:b] for a, b in turns.spans] == [*written[:-1], written[-1] + "</s>"]
         assert turns.is_closed
     assert finder.closing_token() == "</s>"
-
-
-def test_spans_agree_with_a_search_for_each_content_on_real_conversations(
-    assets: Path, tokenizer_folder: Make
-) -> None:
-    import json
-
-    rows = [json.loads(line) for line in (assets / "data" / "openai_messages.jsonl").read_text().splitlines()]
-    for name in ("chatml", "llama3", "mistral", "qwen3"):
-        folder = tokenizer_folder(name, **config(name))
-        template = load_tokenizer(folder).template
-        assert template is not None
-        finder = TurnFinder(template)
-        for row in rows:
-            turns = finder.find(row["messages"])
-            answers = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-            written = [WRITTEN[name](answer, True) for answer in answers]
-            assert [turns.text[a:b] for a, b in turns.spans] == written

@@ -1,6 +1,5 @@
 """What a chat template leaves out of a conversation is named, and nothing else is."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from lptune.data import ChatTemplate, Prepared, PromptWriter, load_tokenizer, pr
 from lptune.data.sources import Row
 from lptune.data.turns import UnwrittenFinder
 from tests.helpers.chat_templates import CONVERSATIONS, TEMPLATES, TOOL_CONVERSATION, TOOLS, config
-from tests.helpers.documents import Make
+from tests.helpers.documents import Make, Write
 
 ONLY_LAST = "{{ messages[-1].content }}{{ '' if messages[-1].tool_calls is defined }}"
 
@@ -47,59 +46,53 @@ def test_what_is_left_out_is_named_with_its_message() -> None:
     assert unwritten(ONLY_LAST, CONVERSATIONS["one turn"]) == [("user messages", 0)]
 
 
-def run(folder: Path, tmp_path: Path, rows: list[list[dict[str, Any]]], **keys: Any) -> Prepared:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
-    tokenizer = load_tokenizer(folder)
-    return prepare(DataConfig(source=str(path), seq_len=256, **keys), tokenizer, seed=0, vocab_size=600)
+def run(folder: Path, source: str, **keys: Any) -> Prepared:
+    cfg = DataConfig(source=source, seq_len=256, cache="none", **keys)
+    return prepare(cfg, load_tokenizer(folder), seed=0, vocab_size=600)
 
 
-def test_the_report_counts_what_is_left_out(tokenizer_folder: Make, tmp_path: Path) -> None:
+def test_the_report_counts_what_is_left_out(tokenizer_folder: Make, jsonl: Write) -> None:
     folder = tokenizer_folder(**config("user_and_assistant"))
-    tool = [
-        CONVERSATIONS["one turn"][0],
-        {"role": "tool", "content": "it rains"},
-        CONVERSATIONS["one turn"][1],
-    ]
-    report = run(folder, tmp_path, [CONVERSATIONS["system"], CONVERSATIONS["system"], tool]).report
+    asked, said = CONVERSATIONS["one turn"]
+    tool = {"messages": [asked, {"role": "tool", "content": "it rains"}, said]}
+    system = {"messages": CONVERSATIONS["system"]}
+    report = run(folder, jsonl(system, system, tool)).report
     line = "note: the chat template does not write 2 system messages, 1 tool results: they are left out"
     assert line in report
-    report = run(tokenizer_folder("chatml", **config("chatml")), tmp_path, [CONVERSATIONS["system"]]).report
+    report = run(tokenizer_folder("chatml", **config("chatml")), jsonl(system)).report
     assert not any("does not write" in line for line in report)
 
 
-def test_a_system_prompt_that_is_never_written_is_an_error(tokenizer_folder: Make, tmp_path: Path) -> None:
+def test_a_system_prompt_that_is_never_written_is_an_error(tokenizer_folder: Make, jsonl: Write) -> None:
     silent = tokenizer_folder("silent", **config("user_and_assistant"))
     chatml = tokenizer_folder("chatml", **config("chatml"))
-    plain, own = CONVERSATIONS["one turn"], CONVERSATIONS["system"]
+    plain, own = ({"messages": CONVERSATIONS[title]} for title in ("one turn", "system"))
     for folder, rows, message in (
         (silent, [plain, own], "the chat template never writes it"),
         (chatml, [own], "every row of .* has a system message of its own"),
     ):
         with pytest.raises(UserError, match=f"data.system_prompt: {message}"):
-            run(folder, tmp_path, rows, system_prompt="Be brief.")
-    run(chatml, tmp_path, [plain, own], system_prompt="Be brief.")
+            run(folder, jsonl(*rows), system_prompt="Be brief.")
+    run(chatml, jsonl(plain, own), system_prompt="Be brief.")
 
 
 @pytest.mark.parametrize("condition", ["tools and m.tool_calls", "m.tool_calls and not m.content"])
 def test_each_call_that_a_condition_leaves_out_is_text_in_training_and_in_prompts(
-    condition: str, tokenizer_folder: Make, tmp_path: Path
+    condition: str, tokenizer_folder: Make, jsonl: Write
 ) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         f"{{% if {condition} %}}CALL{{{{ m.tool_calls | tojson }}}}{{% endif %}}<|im_end|>\n{{% endfor %}}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    tokenizer = load_tokenizer(tokenizer_folder(**config("chatml") | {"chat_template": source}))
+    folder = tokenizer_folder(**config("chatml") | {"chat_template": source})
+    tokenizer = load_tokenizer(folder)
     silent, spoken = TOOL_CONVERSATION[:4], [*TOOL_CONVERSATION[:4]]
     spoken[1] = {**spoken[1], "content": "Let me see."}
     rows = [
         {"messages": messages, "tools": tools} for tools in (TOOLS, None) for messages in (silent, spoken)
     ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = DataConfig(source=str(path), seq_len=256, cache="none")
-    prepared = prepare(cfg, tokenizer, seed=0, vocab_size=600)
+    prepared = run(folder, jsonl(*rows))
     assert "does not write the tool calls of 2 conversations: they are" in "\n".join(prepared.report)
     writer = PromptWriter(PromptsConfig(), tokenizer, 600, [Row("x", row) for row in rows])
     for i, row in enumerate(rows):

@@ -20,8 +20,8 @@ from lptune.data.formats import Format
 from lptune.data.sources import JsonFloat, Row
 from lptune.data.workers import Made, Skipped, Work, chunks, made, num_workers, read_chunk, write_chunk
 from tests.helpers import cold
+from tests.helpers.documents import Write
 
-Write = Callable[..., str]
 Run = Callable[..., Prepared]
 CALL = {
     "role": "assistant",
@@ -74,16 +74,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def jsonl(tmp_path: Path) -> Write:
-    def write(rows: list[Any]) -> str:
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
-        return str(path)
-
-    return write
-
-
-@pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     def run(num: int, source: str, tokenizer: Tokenizer, **keys: Any) -> Prepared:
         monkeypatch.setenv(workers.NUM_WORKERS, str(num))
@@ -101,7 +91,7 @@ def assert_same(one: Prepared, other: Prepared) -> None:
 
 
 def test_two_processes_prepare_the_chats_of_one(jsonl: Write, run: Run, chat: Tokenizer) -> None:
-    source = jsonl(chats(60))
+    source = jsonl(*chats(60))
     alone = run(1, source, chat, on_bad_row="skip")
     notes = "\n".join(alone.report)
     for part in ("as JSON text", "columns that are not used", "skipped 21 bad rows, the first", "dropped 8"):
@@ -119,7 +109,7 @@ def test_the_first_error_in_the_order_of_the_rows_ends_the_run(
             rows[bad] = {"question": "no answer"}
         for num in (1, 2):
             with pytest.raises(UserError, match=place):
-                run(num, jsonl(rows), tokenizer)
+                run(num, jsonl(*rows), tokenizer)
 
 
 def work_of(source: str, tokenizer: Tokenizer, rows: list[Row]) -> Work:
@@ -163,7 +153,7 @@ def test_workers_end_with_a_killed_parent(jsonl: Write, tokenizer: Tokenizer, to
         "parts = workers.made(workers.chunks(rows, bad), work); next(parts)\n"
         "print('on', flush=True); time.sleep(600)\n"
     )
-    arguments = ("-c", program, jsonl(pairs(200)), str(tokenizer.folder))
+    arguments = ("-c", program, jsonl(*pairs(200)), str(tokenizer.folder))
     with cold.start(*arguments, variables={workers.NUM_WORKERS: "2"}) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline()

@@ -134,24 +134,23 @@ def test_a_file_of_another_job_is_found_although_it_is_whole(index: Index) -> No
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "of_first_file"),
     [
-        {"started_on": "soon"},
-        {"files": []},
-        {"made_with": {key: value for key, value in MADE_WITH.items() if key != "tokens"}},
-        {"made_with": None},
+        ({"started_on": "soon"}, {}),
+        ({"files": []}, {}),
+        ({"made_with": {key: value for key, value in MADE_WITH.items() if key != "tokens"}}, {}),
+        ({"made_with": None}, {}),
+        ({}, {"size": 1}),
+        ({}, {"first_document": 1}),
+        ({}, {"name": "../x"}),
     ],
 )
-def test_an_index_that_no_job_writes_is_one_line(index: Index, change: dict[str, Any]) -> None:
-    write_index(index.folder, {**index.content, **change})
-    with pytest.raises(UserError, match=r"logits\.json: is not an index of precompute_logits"):
-        read_index(index.folder)
-
-
-@pytest.mark.parametrize("change", [{"size": 1}, {"first_document": 1}, {"name": "../x"}])
-def test_an_entry_that_no_job_writes_is_one_line(index: Index, change: dict[str, Any]) -> None:
+def test_an_index_that_no_job_writes_is_one_line(
+    index: Index, change: dict[str, Any], of_first_file: dict[str, Any]
+) -> None:
     first, second = index.content["files"]
-    write_index(index.folder, {**index.content, "files": [{**first, **change}, second]})
+    files = [{**first, **of_first_file}, second]
+    write_index(index.folder, {**index.content, "files": files, **change})
     with pytest.raises(UserError, match=r"logits\.json: is not an index of precompute_logits"):
         read_index(index.folder)
 

@@ -6,7 +6,6 @@ import pytest
 
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.inference import Answer
-from tests.helpers.tiny_recipe import make_checkpoint
 
 TEXTS = [
     "A family: \U0001f468\u200d\U0001f469\u200d\U0001f467 eats \u5bff\u53f8.",
@@ -17,9 +16,9 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """That of `lptune new-checkpoint`: byte-level, so a character of other scripts is several tokens."""
-    return load_tokenizer(make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny"))
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    """Byte-level, so a character of other scripts is several tokens."""
+    return load_tokenizer(checkpoint)
 
 
 def pieces(answer: Answer, ids: list[int]) -> list[str]:

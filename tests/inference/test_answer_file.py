@@ -2,13 +2,12 @@
 
 import os
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lptune import distributed
 from lptune.base.errors import UserError
 from lptune.data import Prompt
 from lptune.data.sources import Row
@@ -17,13 +16,6 @@ from lptune.inference import AnswerFile
 from lptune.inference.rounds import Finished
 
 SETTINGS = {"seed": 0, "versions": {"lptune": "x"}}
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    """One rank on a CPU."""
-    with distributed.session("cpu") as one:
-        yield one
 
 
 def prompts(num: int, **more: Any) -> list[Prompt]:
@@ -74,16 +66,6 @@ def test_settings_or_answers_that_no_job_wrote_are_one_line(tmp_path: Path, worl
     with pytest.raises(UserError, match="an answer is not that of rows line 1"):
         answer(path, prompts(1), world)
     assert path.read_text(encoding="latin-1") == f"{text}\n"
-
-
-def test_a_row_that_could_not_be_read_back_is_refused_before_it_is_answered(
-    tmp_path: Path, world: World
-) -> None:
-    deep: Any = 1
-    for _ in range(500):
-        deep = [deep]
-    with pytest.raises(UserError, match=r"rows line 1: .*nested too deep"):
-        answer(tmp_path / "a", prompts(1, tools=deep), world)
 
 
 def test_a_full_disk_is_one_line_and_the_same_command_continues(tmp_path: Path, world: World) -> None:

@@ -1,6 +1,6 @@
 """Greedy answers equal those of transformers' generate, alone and in batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from lptune import data, distributed, linear, training
+from lptune import data, linear, training
 from lptune.config import PRECISION_KINDS, PrecisionConfig, SamplingConfig
 from lptune.distributed import World
 from lptune.inference import Answer, Sampler, decode, load_model
@@ -31,12 +31,6 @@ KEPT = ("llama-longrope", "llama3_2-tiny", "gemma3-tiny", "exaone4-tiny", "phi4-
 )
 def pair(request: pytest.FixtureRequest) -> Twins:
     return twins(CHECKPOINTS[request.param])
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with distributed.session("cpu") as world:
-        yield world
 
 
 class NoText:

@@ -2,31 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from lptune import data, distributed, models
+from lptune import data, models
 from lptune.base.errors import UserError
 from lptune.config import PrecisionConfig
 from lptune.distributed import World
 from lptune.inference import LoadedModel, load_model
 from lptune.inference.model import open_model
 from tests.helpers import warm
-from tests.helpers.tiny_recipe import make_checkpoint, write_config
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with distributed.session("cpu") as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
+from tests.helpers.tiny_recipe import write_config
 
 
 def load(path: Path, world: World, kind: str = "none", dtype: str = "float32") -> LoadedModel:
@@ -61,11 +49,11 @@ def held_out_loss(loaded: LoadedModel, run: Path) -> float:
 
 @pytest.mark.parametrize("kind", ["int8_weight_only", "float8_delayed"])
 def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
-    world: World, folder: Path, tmp_path: Path, kind: str
+    world: World, checkpoint: Path, tmp_path: Path, kind: str
 ) -> None:
     keys = ("compute_dtype=bfloat16", f"precision.emulate={str(kind == 'float8_delayed').lower()}")
     keys += (f"data.chat_template={'none' if kind == 'int8_weight_only' else 'null'}",)
-    run = train(tmp_path, folder, f"precision.kind={kind}", *keys)
+    run = train(tmp_path, checkpoint, f"precision.kind={kind}", *keys)
     last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     of_run = load(run, world, kind, "bfloat16")
     assert held_out_loss(of_run, run) == last["eval_loss"]
@@ -79,12 +67,12 @@ def test_a_checkpoint_gives_the_loss_that_its_run_evaluated(
             assert torch.equal(ours, same)
 
 
-def test_a_path_that_is_no_model_gets_one_line(world: World, folder: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_no_model_gets_one_line(world: World, checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="is the folder of a run that has no checkpoint yet"):
         load(tmp_path / "empty", world)
     moved = tmp_path / "base"
-    shutil.copytree(folder, moved)
+    shutil.copytree(checkpoint, moved)
     run = train(tmp_path, moved, "num_steps=1")
     (run / "checkpoints" / "step-00000001").rename(tmp_path / "step-00000001")
     moved.rename(tmp_path / "elsewhere")
@@ -96,9 +84,9 @@ def test_a_path_that_is_no_model_gets_one_line(world: World, folder: Path, tmp_p
         load(tmp_path / "step-00000001", world)
 
 
-def test_a_given_template_whose_tokens_the_tokenizer_splits_is_a_note(folder: Path) -> None:
+def test_a_given_template_whose_tokens_the_tokenizer_splits_is_a_note(checkpoint: Path) -> None:
     lines: list[str] = []
     for template in ("zephyr", "mistral"):
-        open_model(str(folder), lines.append, template, "prompts.chat_template")
+        open_model(str(checkpoint), lines.append, template, "prompts.chat_template")
     (line,) = lines
     assert line.startswith("note: prompts.chat_template=mistral: [INST], [/INST]")

@@ -89,8 +89,3 @@ def test_a_row_draws_the_same_whatever_rows_stand_beside_it() -> None:
     assert all(a == b for a, b in drawn)
     for other in others:  # another seed, another row
         assert [int(other(logits_BV[4:5])) for _ in range(30)] != [a for a, _ in drawn]
-
-
-def test_temperature_0_takes_the_largest_logit() -> None:
-    logits_BV = torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(Sampler(SamplingConfig(), 0, range(5))(logits_BV), logits_BV.argmax(dim=-1))

@@ -1,7 +1,6 @@
 """Scores of continuations, against transformers in float64, and what they do not depend on."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,13 @@ from lptune.config import PrecisionConfig
 from lptune.distributed import World
 from lptune.inference import LoadedModel, Pair, Scored, load_model, score
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_recipe import make_checkpoint
 
 MAX_LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with distributed.session("cpu") as world:
-        yield world
-
-
-@pytest.fixture(scope="module")
-def loaded(folder: Path, world: World) -> LoadedModel:
-    return load_model(str(folder), PrecisionConfig(), "float32", world, num_tokens=8)
+def loaded(checkpoint: Path, world: World) -> LoadedModel:
+    return load_model(str(checkpoint), PrecisionConfig(), "float32", world, num_tokens=8)
 
 
 def make_pairs() -> list[Pair]:
@@ -48,11 +35,11 @@ def make_pairs() -> list[Pair]:
 
 
 def test_scores_are_those_of_transformers_and_long_contexts_lose_their_beginning(
-    folder: Path, loaded: LoadedModel, world: World
+    checkpoint: Path, loaded: LoadedModel, world: World
 ) -> None:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64).eval()
     pairs = make_pairs()
     greedy = []  # of each context: what the model would write, so that some answers are greedy ones
     for context, _ in pairs[:3]:
@@ -106,11 +93,11 @@ def other_pairs(rank: int, size: int, folder: Path) -> str:
         return str(raised.value)
 
 
-def test_ranks_with_other_pairs_are_told_the_key_of_tasks(folder: Path) -> None:
-    assert all(line.startswith("harness.tasks: ") for line in run_ranks(2, other_pairs, folder))
+def test_ranks_with_other_pairs_are_told_the_key_of_tasks(checkpoint: Path) -> None:
+    assert all(line.startswith("harness.tasks: ") for line in run_ranks(2, other_pairs, checkpoint))
 
 
-def test_three_ranks_get_the_bits_of_one_rank(folder: Path) -> None:
+def test_three_ranks_get_the_bits_of_one_rank(checkpoint: Path) -> None:
     # int8_tensorwise: one scale for a batch, so other batches would give other scores.
-    (one,) = run_ranks(1, on_a_rank, folder)
-    assert run_ranks(3, on_a_rank, folder) == [one] * 3
+    (one,) = run_ranks(1, on_a_rank, checkpoint)
+    assert run_ranks(3, on_a_rank, checkpoint) == [one] * 3

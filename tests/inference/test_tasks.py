@@ -1,29 +1,21 @@
 """Tasks of lm_eval where it is missing, and their keys. Needs no lm_eval."""
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lptune import data, distributed
+from lptune import data
 from lptune.base.errors import UserError
 from lptune.config import HarnessConfig
 from lptune.distributed import World
 from lptune.inference import read_tasks
-from tests.helpers.tiny_recipe import make_checkpoint
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with distributed.session("cpu") as world:
-        yield world
 
 
 def test_without_lm_eval_one_line_says_what_to_install(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = data.load_tokenizer(make_checkpoint(tmp_path / "tiny"))
+    tokenizer = data.load_tokenizer(checkpoint)
     assert read_tasks(HarnessConfig(), tokenizer, world) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = r"harness.tasks: lm_eval is not installed; (run: .*lm-eval|install the packages)"

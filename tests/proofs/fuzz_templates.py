@@ -26,6 +26,7 @@ from tests.helpers.chat_templates import CONVERSATIONS, SPECIAL, TEMPLATES, TOOL
 
 DEFAULT_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 CLOSINGS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<turn|>", "<|end|>", "<|endoftext|>")
+HEADERS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|turn>", "[/INST]", "<|assistant|>")
 SPECIAL_TEXTS = (*CLOSINGS, "<|eom_id|>", "<|tool_response>", "<tool_call|>")
 
 
@@ -139,7 +140,7 @@ def check_turns(sources: dict[str, str], tokens: dict[str, str]) -> Counter[str]
             continue
         learned = [turns.text[start:stop] for start, stop in turns.spans]
         answers = [message for message in messages if message["role"] == "assistant"]
-        counts[_judge(learned, answers, messages, turns.text) + ""] += 1
+        counts[_judge(learned, answers, messages, turns.text)] += 1
     return counts
 
 
@@ -156,15 +157,7 @@ def _judge(
         if any(other in span for other in others):
             return f"WRONG: {span!r} holds another message"
         before = span.split(own)[0] if own else ""
-        headers = (
-            "<|im_start|>",
-            "<|start_header_id|>",
-            "<start_of_turn>",
-            "<|turn>",
-            "[/INST]",
-            "<|assistant|>",
-        )
-        if any(header in before for header in headers):
+        if any(header in before for header in HEADERS):
             return f"WRONG: {span!r} begins with a header"
     return "told"
 

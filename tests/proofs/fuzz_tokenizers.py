@@ -31,6 +31,7 @@ TEXTS = [
     "tab\t\ttab", "▁a ▁", "▁▁", "<s>hello</s>x", "<s> hello </s> x", "<unk>", " <unk> ", "<mask>",
     "<pad> x", "<|endoftext|>", "a <|endoftext|> b", "<|im_start|>user\nhi<|im_end|>\n",
     "<|im_start|> <|im_end|>", "<|begin_of_text|>hi <|end_of_text|> x", "[INST] x [/INST]",
+    "<|start_story|>Once<|end_story|> x",
     "▁<PRE> x ▁<SUF>", "<FILL_ME>x", "<new> <new>x<new2> x<lone>y <lone> z", "<NEW>", "x<img>y",
     "naïve é e\u0301", "don't I'LL we'Ve", "<|padding|>", "Zwei 123 4567 Füchse\r\n\r\n  x", "🎉🎉 x",
     "👩\u200d👩\u200d👧", "İstanbul ǅ ﬁ", "१२३ 45", "你好，世界 カタ", "\u200b\ufeff\u00a0", "\ufeffx",
@@ -38,17 +39,8 @@ TEXTS = [
     "https://x.y/z?a=b&c=d", "a" * 300, " " * 70 + "x", "1234567890" * 5,
 ]  # fmt: skip
 MODEL_TYPES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "smollm3",
-    None,
-)
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "smollm3", None,
+)  # fmt: skip
 PLAIN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
