@@ -39,9 +39,6 @@ _MAX_RUNS = 50
 @click.option(
     "--svg", "svg_folder", type=PathArgument(), metavar="FOLDER", help="Also each chart as an SVG file."
 )
-@click.option(
-    "--png", "png_folder", type=PathArgument(), metavar="FOLDER", help="Also each chart as a PNG file."
-)
 def report(
     runs: tuple[Path, ...],
     live: bool,
@@ -49,7 +46,6 @@ def report(
     output: Path | None,
     reference: Path | None,
     svg_folder: Path | None,
-    png_folder: Path | None,
 ) -> None:
     """Write one HTML file with the curves, samples, precision plan and config of each RUN (its folder).
 
@@ -64,16 +60,10 @@ def report(
         raise UserError(f"--output: {path} is a folder; give a file, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise UserError(f"--output: there is no folder {path.parent}; make it first")
-    if png_folder is not None:
-        from lptune.tools.report import svg
-
-        svg.check_installed()
-
     read = _write(folders, base, path, refresh_s=REFRESH_S if live else 0)
     click.echo(f"report: {path.absolute()}")
-    for folder, of_svg in ((svg_folder, True), (png_folder, False)):
-        if folder is not None:
-            _write_charts(folder, read, base, of_svg)
+    if svg_folder is not None:
+        _write_charts(svg_folder, read, base)
     if opens:
         import webbrowser
 
@@ -157,7 +147,7 @@ def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
             click.echo(f"live: {run.folder}: {steps_text(run)}; the page is final", err=True)
 
 
-def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of_svg: bool) -> None:
+def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None) -> None:
     from lptune.tools.report import svg
     from lptune.tools.report.page import arrange
 
@@ -166,9 +156,6 @@ def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of
     with write_errors(f"{folder}:", "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
-            if of_svg:
-                text = svg.standalone(chart, shown.names, shown.looks)
-                write_text(folder / f"{chart.slug}.svg", text, shared=True)
-            else:
-                svg.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
-    click.echo(f"{len(charts)} charts as {'SVG' if of_svg else 'PNG'}: {folder.absolute()}")
+            text = svg.standalone(chart, shown.names, shown.looks)
+            write_text(folder / f"{chart.slug}.svg", text, shared=True)
+    click.echo(f"{len(charts)} charts as SVG: {folder.absolute()}")

@@ -71,33 +71,6 @@ def test_each_chart_becomes_an_svg_file(command: Command, tmp_path: Path) -> Non
     assert err.startswith("error: out/svg: cannot be written: it is a pipe")
 
 
-def test_without_matplotlib_png_is_one_line(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    without = lambda name: None if name == "matplotlib" else find(name)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    a_run(tmp_path / "a")
-    code, out, err = command("report", "a", "--png", "x")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: --png: matplotlib is not installed; ")
-    assert err.count("\n") == 1
-    assert not (tmp_path / "a" / "report.html").exists()
-
-
-def test_each_chart_becomes_a_png_file(command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
-    a_run(tmp_path / "$a$")
-    a_run(tmp_path / "b", num_steps=400)
-    code, _, err = command("report", "$a$", "b", "--reference", "b", "--png", "png")
-    assert (code, err) == (0, "")
-    names = {path.name for path in (tmp_path / "png").iterdir()}
-    assert {"loss.png", "lr.png", "loss-difference.png"} <= names
-    assert (tmp_path / "png" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_a_run_holds_cannot_control_the_terminal(lptune: Lptune, tmp_path: Path) -> None:
     evil = "\x1b[2J"
     run = a_run(tmp_path / "a")
