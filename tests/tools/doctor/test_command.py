@@ -309,15 +309,6 @@ def test_full_disks_small_shared_memory_and_quotas_are_told(
     assert (cores.cpu_quota(), host_memory.cgroup_limit()) == (None, None)
 
 
-def test_the_size_of_a_cache_is_that_of_a_number_of_files_and_of_no_link(tmp_path: Path) -> None:
-    for number in range(4):
-        (tmp_path / f"{number}").write_bytes(b"x" * 1000)
-    (tmp_path / "loop").symlink_to(tmp_path)
-    size, is_all = host.size_of(tmp_path)
-    assert (size - (tmp_path / "loop").lstat().st_size, is_all) == (4000, True)
-    assert not host.size_of(tmp_path, most_files=2)[1]
-
-
 def test_a_missing_compiler_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
