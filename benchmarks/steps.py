@@ -40,10 +40,9 @@ from linear import convert_to_torchao  # benchmarks/linear.py
 from planned import Setting, peak_gib  # benchmarks/planned.py
 
 from lptune import checkpoint, distributed, linear, models, training
-from lptune.base.errors import UserError
 from lptune.checkpoint.adapter import region
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, PrecisionConfig, load_config
+from lptune.config import FinetuneConfig, load_config
 from lptune.hardware.trials import TRIALS
 
 # The most important ones first, because a run may be interrupted. torchao's INT8 last: it measures its 27
@@ -163,20 +162,11 @@ def overrides_of(label: str, *, emulated: bool | None = None) -> tuple[list[str]
     names = [each for each in tried if "=" not in each]
     assert set(names) <= TRIALS.keys(), names
     if not kind.startswith("torchao "):
-        emulate = _emulated(kind) if emulated is None else emulated
-        overrides += [f"precision.kind={kind}", f"precision.emulate={str(emulate).lower()}"]
+        if emulated is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            emulated = kind not in linear.native_kinds(device)
+        overrides += [f"precision.kind={kind}", f"precision.emulate={str(emulated).lower()}"]
     return overrides, ",".join(names)
-
-
-def _emulated(kind: str) -> bool:
-    if kind == "none":
-        return False
-    try:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        linear.convert(torch.nn.Linear(16, 16, device="meta"), PrecisionConfig(kind=kind), device=device)
-    except UserError:
-        return True
-    return False
 
 
 def child(label: str, overrides: list[str], folder: Path, profiled_after: int | None) -> None:
