@@ -203,47 +203,29 @@ def test_a_failing_probe_is_a_finding_and_the_others_run() -> None:
 )  # fmt: skip
 def test_a_child_that_dies_hangs_or_babbles_is_one_problem(program: str, text: str) -> None:
     timeout_s = 2 if "sleep" in program else 60
-    with child.Child(measure=False, timeout_s=timeout_s, command=cold.command("-c", program)) as running:
-        found = list(running.lines())
+    found = list(child.lines(measure=False, timeout_s=timeout_s, command=cold.command("-c", program)))
     assert found[-1][2:4] == (PROBLEM, text)
     assert found[-1].todo == ("ImportError: libcudart.so.12" if "libcudart" in program else "")
     assert [line.name for line in found[:-1]] == (["n"] if "garbage" in program else [])
 
 
-class FakeChild:
-    """In place of the process with torch."""
-
-    found: tuple[Line, ...] = (
-        Line("GPUs", "gpu", OK, "none"),
-        Line("kinds", "a kind with a name of its own", NOTE, "w" * 200, "do " * 60),
-        Line(
-            "recommendation", "int8_rowcol", OK, "int8 GEMMs are 2.1x as fast as bf16 on this CPU (measured)"
-        ),
-    )
-
-    def __init__(self, *, measure: bool) -> None:
-        self.measure = measure
-
-    def __enter__(self) -> "FakeChild":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def lines(self) -> Iterator[Line]:
-        yield from self.found
+OF_CHILD = (
+    Line("GPUs", "gpu", OK, "none"),
+    Line("kinds", "a kind with a name of its own", NOTE, "w" * 200, "do " * 60),
+    Line("recommendation", "int8_rowcol", OK, "int8 GEMMs are 2.1x as fast as bf16 on this CPU (measured)"),
+)
 
 
 def test_the_report_fits_80_columns_and_ends_with_counts_and_a_kind(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "Child", FakeChild)
+    monkeypatch.setattr(child, "lines", lambda **_: OF_CHILD)
     monkeypatch.setenv("COLUMNS", "80")
     code, stdout, stderr = command("doctor")
     assert (code, stderr) == (0, "")
     assert max(map(len, stdout.splitlines())) <= 80
     bad = Line("GPUs", "gpu", PROBLEM, "bad", "do")
-    monkeypatch.setattr(FakeChild, "found", (*FakeChild.found, bad))
+    monkeypatch.setattr(child, "lines", lambda **_: (*OF_CHILD, bad))
     document = json.loads(command("doctor", "--json")[1])
     assert bad._asdict() in document["lines"]
     assert document["recommendation"]["kind"] == "int8_rowcol"
@@ -258,7 +240,7 @@ def test_the_report_fits_80_columns_and_ends_with_counts_and_a_kind(
 def test_a_config_is_checked_and_wrong_input_is_an_error(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "Child", FakeChild)
+    monkeypatch.setattr(child, "lines", lambda **_: OF_CHILD)
     code, stdout, _ = command(
         "doctor", "--json", "--config", "quickstart", "model.path=nowhere", "output_dir=o"
     )
