@@ -74,17 +74,14 @@ class Record:
         self.path, self._recipe = folder / FILE, recipe
         self.ended: dict[str, Ended] = {}
         self._rows: list[object] = []
-        self.compared = set[str]()
-        """The names of the runs of the table that is there."""
         self.drawn = set[str]()
-        """Those of the runs in report.html."""
+        """The names of the runs in report.html, and in the table that is there."""
         if not kind_of(self.path):
             return
         content = read_object(self.path, todo="move it away")
         try:
             self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
             self._rows = [*content.get("rows", ())]
-            self.compared = {name for row in content.get("rows", ()) for name in row.get("runs", ())}
             self.drawn = {*map(str, content.get("drawn", ()))}
         except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None

@@ -244,7 +244,7 @@ def test_failed_runs_do_not_stop_the_others_and_only_they_are_tried_again(
     fewer = lptune("sweep", *toy, "seed=1,6")
     assert (fewer.returncode, fewer.stderr.count("\n")) == (0, 1)
     assert fewer.stderr.startswith(
-        "note: sweeps/toy: this sweep replaces report.html of another, which has 3 run(s)"
+        "note: sweeps/toy: this sweep replaces the table and report.html of another, which has 3 run(s)"
     )
     assert lptune("sweep", *toy, "seed=1,6").stderr == ""
     # Runs of another recipe would be called finished: neither a run nor its config knows the recipe.
@@ -280,14 +280,6 @@ def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_s
     ]
     assert "By seed" in (folder / "report.html").read_text()
     assert not (folder / ".error").exists()
-    # Another sweep in the folder replaces that table, and says so first.
-    fewer = ("sweep", "--config", "toy.yaml", "toy.py", "seed=1,5", "precision.kind=none,int8_rowcol")
-    done = lptune(*fewer)
-    assert (done.returncode, done.stderr.count("\n"), done.stdout.count("already finished")) == (0, 1, 4)
-    assert done.stderr.startswith("note: sweeps/toy: this sweep replaces the table")
-    assert " 2 run(s) " in done.stderr
-    assert len((folder / "table.md").read_text().splitlines()) == 4
-    assert lptune(*fewer).stderr == ""
 
 
 def test_a_stopped_repeat_still_shows_what_had_ended_and_a_failed_run_no_loss_of_another_config(

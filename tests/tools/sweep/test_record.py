@@ -52,16 +52,13 @@ def test_a_table_stays_until_there_is_another_and_goes_with_results_that_it_is_n
     sweep.end(*compared)
     assert (sweep.rows, sweep.has_table) == (["kind=none", "kind=int8"], True)
     # In a repeat, a run that ends, a kill, and a stop or a failure of all leave the rows.
-    record = Record(sweep.folder, "toy")
-    assert record.compared == {run.name for run in compared}
-    record.add("seed=1,kind=none", Ended("", 0, 1.0))
+    Record(sweep.folder, "toy").add("seed=1,kind=none", Ended("", 0, 1.0))
     stopped = [compared[0], compared[2]._replace(exit_code=143), compared[1]._replace(exit_code=None)]
     assert sweep.end(*stopped) == []
     assert sweep.end(compared[0]._replace(exit_code=2), compared[2]._replace(exit_code=2)) == []
     assert (sweep.rows, sweep.has_table) == (["kind=none", "kind=int8"], True)
     assert sweep.end(sweep.outcome("", 1), sweep.outcome("", 2)) != []
     assert sweep.rows == ["all"]
-    assert Record(sweep.folder, "toy").compared == {"seed=1", "seed=2"}
     assert sweep.end(compared[0], compared[2]) == []  # each row is one run
     assert (sweep.rows, sweep.has_table) == ([], False)
 
