@@ -586,7 +586,6 @@ COMMANDS: list[tuple[str, str]] = [
     # --- configs of other trainers
     (f"migrate {TUNE} --output mine.yaml", "mine.yaml: exists"),
     (f"migrate {TUNE} --world-size 3 --output b.yaml", "do not divide among 8"),
-    (f"migrate {TUNE} --from axolotl --output b.yaml", "is a config of torchtune, not of axolotl"),
     (f"migrate {TUNE} --output b.txt", "ends in .yaml"),
     ("migrate lora.yml --output b.yaml", "adapter: lora trains adapters"),
     ("migrate nothing.yaml", "no such config file"),

@@ -41,10 +41,8 @@ _FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset"
 _TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "metrics", "job", "compile"}
 
 
-def migrate(
-    file: Path, tool: str | None = None, *, num_ranks: int | None = None, num_steps: int | None = None
-) -> Draft:
-    """The draft of `file`, a config of `tool` (found by its content if None).
+def migrate(file: Path, *, num_ranks: int | None = None, num_steps: int | None = None) -> Draft:
+    """The draft of `file`, a config of the tool that its content shows.
 
     num_ranks: that the config ran on; None for those that a script starts, else 1.
 
@@ -55,22 +53,20 @@ def migrate(
             f"{file}: a Python config is not read, because reading it means running it; torchtitan writes "
             "its config as JSON when a run starts with --debug.save_config_file NAME.json: give that file"
         )
-    found: str | None
+    tool: str | None
     command = ""
     if file.suffix in (".sh", ".bash"):
-        found, command, arguments, started = command_line(file)
+        tool, command, arguments, started = command_line(file)
         num_ranks = num_ranks or started
         base, over = arguments_of(arguments, file)
         values = (_read(base) if base is not None else {}) | over
     else:
         values = _read(file)
-        found = _tool(values)
-    if found is None and tool is None:
+        tool = _tool(values)
+    if tool is None:
         raise UserError(f"{file}: {_what_else(values)}")
-    if tool is not None and found is not None and tool != found:
-        raise UserError(f"{file}: is a config of {found}, not of {tool}; leave --from out")
-    draft = Draft(tool or found or "", file, values, num_ranks or 1, num_steps, command)
-    TOOLS[draft.tool](draft)
+    draft = Draft(tool, file, values, num_ranks or 1, num_steps, command)
+    TOOLS[tool](draft)
     return draft
 
 
@@ -134,7 +130,7 @@ def _what_else(values: Mapping[str, Any]) -> str:
         return "is a config of accelerate, which holds no training keys"
     return (
         "is no config of torchtune (no `_component_`), torchtitan (no [training] beside other sections), "
-        "axolotl (no `base_model`), LLaMA-Factory or TRL (no `model_name_or_path`); --from NAME insists"
+        "axolotl (no `base_model`), LLaMA-Factory or TRL (no `model_name_or_path`)"
     )
 
 
