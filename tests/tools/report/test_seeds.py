@@ -45,16 +45,6 @@ def test_ninety_five_per_cent_of_students_t_lie_within_the_interval(n: int) -> N
     assert np.trapezoid(density_N, x_N) == pytest.approx(0.95, abs=2 * 0.4 * 0.001)
 
 
-def test_intervals_hold_the_true_difference_in_ninety_five_of_a_hundred_sweeps() -> None:
-    generator, num_sweeps = np.random.default_rng(0), 4000
-    hits = 0
-    for values in generator.normal(0.25, 2.0, size=(num_sweeps, 3)):
-        found = spread(values.tolist())
-        assert found.interval is not None
-        hits += abs(found.mean - 0.25) <= found.interval
-    assert abs(hits / num_sweeps - 0.95) < 4 * math.sqrt(0.95 * 0.05 / num_sweeps)
-
-
 def test_differences_are_taken_seed_by_seed(make_run: MakeRun) -> None:
     samples = [
         f'{{"step": {step}, "prompt": "a", "answer": "{answer}", "reference": "b"}}\n'
