@@ -1,5 +1,6 @@
 """Draw runs in one HTML file."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lptune.base.errors import UserError
-from lptune.base.files import is_within, kind_of, write_errors, write_text
+from lptune.base.files import kind_of, write_errors, write_text
 from lptune.base.text import printable
 from lptune.cli import interrupts
 from lptune.cli.places import PathArgument
@@ -84,25 +85,19 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
     """The folders, each once, and the place of the reference among them."""
     if not runs and reference is None:
         raise UserError("report: give the folder of a run, its output_dir: lptune report runs/my-run")
-    folders = list[Path]()
+    folders = dict[str, Path]()
     for folder in [*runs, *([] if reference is None else [reference])]:
         if not folder.is_dir():
             found = kind_of(folder, follow=True)
             what = f"is {found}" if found else "no such folder"
             raise UserError(f"{folder}: {what}; give the folder of a run, its output_dir")
-        if not any(is_within(folder, other) and is_within(other, folder) for other in folders):
-            folders.append(folder)
+        folders.setdefault(os.path.realpath(folder), folder)
     if len(folders) > _MAX_RUNS:
         raise UserError(
             f"report: {len(folders)} runs are more than lines in one chart; give at most {_MAX_RUNS}"
         )
-    if reference is None:
-        return folders, None
-    return folders, next(
-        place
-        for place, folder in enumerate(folders)
-        if folder == reference or (is_within(reference, folder) and is_within(folder, reference))
-    )
+    place = None if reference is None else list(folders).index(os.path.realpath(reference))
+    return list(folders.values()), place
 
 
 def _read(folders: Sequence[Path]) -> "list[Run]":

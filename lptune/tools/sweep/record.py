@@ -26,6 +26,7 @@ from lptune.base.files import MAX_BYTES, kind_of, read_bytes, read_object, write
 from lptune.launch.preemption import STOPPED
 
 if TYPE_CHECKING:
+    from lptune.tools.report.run import Run
     from lptune.tools.report.seeds import Row
 
 FILE = "sweep.json"
@@ -63,6 +64,14 @@ class Outcome(NamedTuple):
         """What became of it, in a word."""
         words = {0: "done", 3: "diverged", STOPPED: "stopped", None: "not run"}
         return words.get(self.exit_code) or f"failed ({self.exit_code})"
+
+    def read(self) -> "Run | None":
+        """The run in its folder; None if it cannot be read, and so has no numbers."""
+        from lptune.tools.report.run import read_run
+
+        with suppress(UserError):
+            return read_run(self.folder)
+        return None
 
 
 class Record:
@@ -124,12 +133,8 @@ class Record:
         runs: the first one's row is the baseline.
         """
         from lptune.tools.report import seeds
-        from lptune.tools.report.run import read_run
 
-        ended = []
-        for run in runs:
-            with suppress(UserError):  # what cannot be read has no numbers
-                ended += [(run.row, read_run(run.folder))] * (run.exit_code == 0)
+        ended = [(run.row, read) for run in runs if run.exit_code == 0 and (read := run.read())]
         base = next((read for row, read in ended if row == runs[0].row), None)
         rows = seeds.compared([read for _, read in ended], base)
         lines = list[str]()
@@ -199,23 +204,18 @@ def table(runs: Sequence[Outcome]) -> str:
     end well come last. Each number is the last in metrics.jsonl, of the speeds the median; of a run of
     another config there is none.
     """
-    import numpy as np
-
-    from lptune.tools.report.rows import Rows, read_rows
+    from lptune.tools.report.summary import summary
 
     found = []
     for run in runs:
-        rows = Rows({})
-        with suppress(UserError):  # what cannot be read has no numbers
-            rows = read_rows(run.folder / "metrics.jsonl") if run.is_own else rows
-        losses = [rows[key].finite.values_N for key in ("eval_loss", "loss")]
-        held_out, loss = (float(values_N[-1]) if len(values_N) else None for values_N in losses)
-        speeds_N = rows["tokens_per_s"].finite.values_N
+        read = run.read() if run.is_own else None
+        held_out, loss = (read.final(key) if read else None for key in ("eval_loss", "loss"))
+        speed = summary(read).tokens_per_s if read else None
         cells = (
             "-" if held_out is None else f"{held_out:.4f}",
             "-" if loss is None else f"{loss:.4f}",
-            f"{rows.last_step}" if rows.num_rows else "-",
-            f"{np.median(speeds_N):,.0f}" if len(speeds_N) else "-",
+            f"{read.rows.last_step}" if read and read.rows.num_rows else "-",
+            "-" if speed is None else f"{speed:,.0f}",
             run.word,
             run.name,
         )
