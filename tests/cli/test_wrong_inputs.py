@@ -546,7 +546,6 @@ COMMANDS: list[tuple[str, str]] = [
     (f"advise {TINY} --write mine.txt", "ends in .yaml"),
     ("data --config toy.yaml model.path=nowhere", "model.path: nowhere is not a folder; `lptune download`"),
     ("data --config toy.yaml data.soruce=rows.jsonl", "unknown key 'data.soruce' | did you mean 'data.source'?"),
-    ("doctor --config quickstart sed=1", "did you mean 'seed'?"),
     ("doctor full_dpo", ""),
     # --- reports
     ("report", "give the folder of a run"),

@@ -85,12 +85,9 @@ def _limit_text(value: int, unit: int = 1) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
 
 
-def disks(output_dir: str | None = None) -> Iterator[Line]:
+def disks() -> Iterator[Line]:
     """Free space and kind of the disks that a run writes to."""
-    places = {"current folder": Path.cwd()}
-    if output_dir is not None:
-        places["output_dir"] = Path(output_dir).expanduser()
-    places["temporary files"] = Path(tempfile.gettempdir())
+    places = {"current folder": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     wanted = os.environ.get("TMPDIR")
     if wanted and not os.access(wanted, os.W_OK):  # Python takes another folder then, and compilers fail
         yield Line(_DISK, "TMPDIR", PROBLEM, f"{wanted} cannot be written", "set TMPDIR to a local folder")
@@ -105,10 +102,9 @@ def disks(output_dir: str | None = None) -> Iterator[Line]:
 
 
 def _disk(name: str, folder: Path) -> Line:
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    free, kind = shutil.disk_usage(there).free, file_system(there)
+    free, kind = shutil.disk_usage(folder).free, file_system(folder)
     text = f"{folder}: {size_text(free)} free, {kind}"
-    if not os.access(there, os.W_OK):
+    if not os.access(folder, os.W_OK):
         return Line(_DISK, name, PROBLEM, f"{text}; it cannot be written", "choose another folder")
     if free < 1e9:
         return Line(_DISK, name, PROBLEM, text, "make room: a checkpoint has 12 bytes for each weight")
