@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import cold
+from tests.tools.conftest import wait_for
 
 
 def a_run(folder: Path, num_steps: int = 5, **config: str) -> Path:
@@ -117,14 +118,9 @@ def start_live(folder: Path) -> subprocess.Popen[str]:
     return cold.start("-c", code, folder=folder)
 
 
-def wait_until(pattern: str, path: Path) -> str:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        text = path.read_text() if path.exists() else ""
-        if re.search(pattern, text):
-            return text
-        time.sleep(0.02)
-    raise AssertionError(f"{pattern} did not appear in {path}")
+def shown(page: Path) -> str:
+    """The text of a page; empty before there is one."""
+    return page.read_text() if page.exists() else ""
 
 
 def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
@@ -133,11 +129,11 @@ def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = start_live(tmp_path)
-        text = wait_until("running, step 5 of 5", page)
-        assert 'http-equiv="refresh"' in text
+        wait_for(lambda: "running, step 5 of 5" in shown(page), process)
+        assert 'http-equiv="refresh"' in shown(page)
         with (run / "metrics.jsonl").open("a") as metrics:
             metrics.write('{"step": 6, "loss": 2.0}\n{"step": 7, "lo')
-        wait_until("running, step 6 of 5", page)
+        wait_for(lambda: "running, step 6 of 5" in shown(page), process)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.startswith("report: ")
@@ -151,7 +147,7 @@ def test_ctrl_c_ends_live_with_a_page_that_no_longer_loads_itself(tmp_path: Path
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = start_live(tmp_path)
-        wait_until("running", run / "report.html")
+        wait_for(lambda: "running" in shown(run / "report.html"), process)
         assert process.stderr is not None
         assert "Ctrl-C ends this, not the run" in process.stderr.readline()
         time.sleep(0.2)

@@ -19,6 +19,7 @@ from lptune.tools.sweep.record import Outcome, table
 from lptune.tools.sweep.slurm import Shape, script
 from tests.cli.conftest import Command, Lptune, write_model
 from tests.helpers import cold
+from tests.tools.conftest import wait_for
 
 CONFIG = """\
 model: {path: tiny}
@@ -96,17 +97,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def wait_for(
-    condition: Callable[[], bool], process: cold.Process | None = None, timeout_s: float = 120
-) -> None:
-    """Until the condition holds, while `process` lives."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 KINDS_RECIPE = '''"""A toy whose loss is its seed, more or less by its kind, in a step of a second."""
