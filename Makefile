@@ -115,7 +115,7 @@ test-newest:
 	rm -rf .venv-newest && $(PYTHON_NEWEST) -m venv .venv-newest
 	.venv-newest/bin/python -m pip install --quiet hatchling
 	.venv-newest/bin/python -m hatchling build -t wheel -d .venv-newest/wheel
-	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data,eval,plot,tensorboard]" \
+	.venv-newest/bin/python -m pip install --quiet "$$(ls .venv-newest/wheel/*.whl)[test,data,eval,tensorboard]" \
 	  trl lightning s3fs "moto[server]"
 	.venv-newest/bin/python -m pip list
 	LPTUNE_TEST_INSTALLED=.venv-newest/bin/python .venv-newest/bin/python -m pytest -p no:cacheprovider tests/cli/test_streams.py
@@ -164,7 +164,7 @@ bench-step: .venv/.installed
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 gpu-first:
-	bash benchmarks/gpu_first.sh
+	$(PYTHON) benchmarks/gpu_suite.py
 
 # Sphinx is not what lptune needs, so it has a venv of its own. That sees the packages of .venv, since the API is read off the
 # imported modules. A warning is an error: docs/site/conf.py.

@@ -30,9 +30,7 @@ def ranks(values: list[float]) -> list[int]:
 
 def rank_correlation(a: list[float], b: list[float]) -> float:
     """Spearman's rank correlation of values without ties."""
-    n = len(a)
-    squares = sum((x - y) ** 2 for x, y in zip(ranks(a), ranks(b), strict=True))
-    return 1 - 6 * squares / (n * (n * n - 1))
+    return statistics.correlation(ranks(a), ranks(b))
 
 
 def main() -> None:

@@ -11,14 +11,12 @@ allocated.
 """
 
 import argparse
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import nn
+from traffic import config_of  # benchmarks/traffic.py
 
 from lptune import linear, models
-from lptune.base.files import write_json
 from lptune.config import PrecisionConfig
 from lptune.kernels import OPERANDS
 from lptune.linear.weights.master_weight import gather_bytes
@@ -28,10 +26,7 @@ PRESETS = ["llama3_2/1b", "llama3_2/3b", "llama3_1/8b", "llama3_1/70b", "qwen3/0
 
 def build(preset: str) -> nn.Module:
     """The model of a preset, on the meta device."""
-    family, _, size = preset.partition("/")
-    with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder) / "config.json", dict(models.PRESETS[family][size]))
-        return models.build_on_meta(models.read_config(Path(folder)))
+    return models.build_on_meta(config_of(preset))
 
 
 def gathered_bytes(model: nn.Module, low: dict[str, linear.LinearSpec], num_ranks: int) -> int:

@@ -266,15 +266,10 @@ def time_quantizers(
         sets = [quantizers(fmt, x) for x in inputs]
         for what, (_, num_bytes) in sets[0].items():
             if num_bytes not in copies:
-                pairs = [
-                    (torch.empty(num_bytes // 2, dtype=torch.uint8, device=device_type()), torch.empty_like)
-                    for _ in range(INPUT_SETS)
-                ]
-                targets = [like(source) for source, like in pairs]
-                calls = [
-                    lambda source=source, target=target: target.copy_(source)  # type: ignore[misc]
-                    for (source, _), target in zip(pairs, targets, strict=True)
-                ]
+                empty = functools.partial(
+                    torch.empty, num_bytes // 2, dtype=torch.uint8, device=device_type()
+                )
+                calls = [functools.partial(empty().copy_, empty()) for _ in range(INPUT_SETS)]
                 copies[num_bytes] = num_bytes / (1e-3 * median_ms(calls))
             rate = num_bytes / (1e-3 * median_ms([each[what][0] for each in sets]))
             of_copy = rate / copies[num_bytes]

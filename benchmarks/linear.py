@@ -71,7 +71,7 @@ def convert_to_torchao(kind: str, module: nn.Module) -> str | None:
             quantize_(module, Int8MixedPrecisionTrainingConfig(module_swap=True))
             return "torchao int8_rowcol"
         recipe = TORCHAO_KINDS.get(kind)
-        if recipe is None or not _has_float8():
+        if recipe is None or not has_float8():
             return None
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -81,7 +81,8 @@ def convert_to_torchao(kind: str, module: nn.Module) -> str | None:
         return None
 
 
-def _has_float8() -> bool:
+def has_float8() -> bool:
+    """Whether torchao has float8 GEMMs here."""
     return device_type() == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from harness import device_type
-from linear import convert_to_ours, convert_to_torchao  # benchmarks/linear.py
+from linear import convert_to_torchao, has_float8  # benchmarks/linear.py
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lptune import checkpoint, distributed, linear, models, training
-from lptune.config import PRECISION_KINDS, OptimizerConfig, PrecisionConfig
+from lptune.config import OptimizerConfig, PrecisionConfig
 
 LEARNING_RATE, MAX_GRAD_NORM = 1e-5, 1.0
 TORCHTUNE, TORCHTUNE_TORCHAO = "0.6.1", "0.13.0"
@@ -121,15 +121,7 @@ def write_inputs(folder: Path, config: dict[str, Any], rows: Packed, seed: int) 
 
 def native_kinds() -> list[str]:
     """`none` and the kinds that this device runs without emulation."""
-    kinds = ["none"]
-    for kind in PRECISION_KINDS:
-        if kind != "none" and "emulated" not in convert_to_ours(kind, _small_layer())[0]:
-            kinds.append(kind)
-    return kinds
-
-
-def _small_layer() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 32, bias=False, device=device_type()))
+    return linear.native_kinds(torch.device(device_type()))
 
 
 def all_names() -> list[str]:
@@ -175,7 +167,7 @@ def _lptune(setting: Setting, kind: str, torchao_kind: str | None) -> Callable[[
     model = base.build_on_meta()
     plan = linear.convert(model, PrecisionConfig(kind=kind), device=world.device)
     if torchao_kind is not None and convert_to_torchao(torchao_kind, model.get_submodule("model")) is None:
-        needs_gpu = "float8" in torchao_kind and not _has_float8()
+        needs_gpu = "float8" in torchao_kind and not has_float8()
         what = "torchao's float8 needs a GPU of compute capability 8.9" if needs_gpu else "no torchao here"
         raise NotHere(what)
     own_code(model.model.layers)
@@ -223,10 +215,6 @@ def own_code(modules: Iterable[nn.Module]) -> None:
                 code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
             )
         module.forward = types.MethodType(copies[type(module)], module)  # type: ignore[method-assign]
-
-
-def _has_float8() -> bool:
-    return device_type() == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _transformers(setting: Setting, compiled: bool) -> Callable[[], tuple[float, float]]:

@@ -40,10 +40,9 @@ from linear import convert_to_torchao  # benchmarks/linear.py
 from planned import Setting, peak_gib  # benchmarks/planned.py
 
 from lptune import checkpoint, distributed, linear, models, training
-from lptune.base.errors import UserError
 from lptune.checkpoint.adapter import region
 from lptune.cli import catalog, recipe
-from lptune.config import FinetuneConfig, PrecisionConfig, load_config
+from lptune.config import FinetuneConfig, load_config
 from lptune.hardware.trials import TRIALS
 
 # The most important ones first, because a run may be interrupted. torchao's INT8 last: it measures its 27
@@ -87,45 +86,35 @@ def prepare(
     layers: makes a model with so many layers and the tokenizer's own small vocabulary; None: the preset's.
     config: a config.json that takes the preset's place; it keeps its own vocabulary.
     """
-    if config is not None:
-        return _prepare_config(work, config, layers)
     family, _, size = preset.partition("/")
-    tiny, folder, text = work / "tokenizer", work / preset.replace("/", "-"), work / "text.jsonl"
-    work.mkdir(parents=True, exist_ok=True)
+    tiny, text = work / "tokenizer", work / "text.jsonl"
+    folder = work / (preset.replace("/", "-") if config is None else config.parent.name)
+    folder.mkdir(parents=True, exist_ok=True)
     if not tiny.exists():
         command = ["new-checkpoint", f"{family}/tiny", str(tiny)]
         subprocess.run([sys.executable, "-m", "lptune.cli.main", *command], check=True, capture_output=True)
-    folder.mkdir(exist_ok=True)
     for file in tiny.glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
-    of_tiny, config = _json(tiny / "config.json"), dict(models.PRESETS[family][size])
-    config |= {key: value for key, value in of_tiny.items() if key.endswith("_token_id")}
-    config["vocab_size"] = max(config["vocab_size"], of_tiny["vocab_size"])
+    of_tiny = _json(tiny / "config.json")
+    if config is not None:
+        content = _json(config)
+    else:
+        content = dict(models.PRESETS[family][size])
+        content |= {key: value for key, value in of_tiny.items() if key.endswith("_token_id")}
+        content["vocab_size"] = max(content["vocab_size"], of_tiny["vocab_size"])
     if layers is not None:
-        config |= {"num_hidden_layers": layers, "vocab_size": of_tiny["vocab_size"]}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        content["num_hidden_layers"] = layers
+        if config is None:
+            content["vocab_size"] = of_tiny["vocab_size"]
+        if "layer_types" in content:
+            content["layer_types"] = content["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     _write_hollow(models.build_on_meta(models.read_config(folder)), folder / "model.safetensors")
     if not text.exists():
         rng = random.Random(0)
         letters = "abcdefghijklmnopqrstuvwxyz "
         rows = ({"text": "".join(rng.choices(letters, k=20_000))} for _ in range(64))
         text.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return folder, text
-
-
-def _prepare_config(work: Path, config: Path, layers: int | None) -> tuple[Path, Path]:
-    tokenizer, text = prepare(work, "llama3_2/tiny")
-    content = _json(config)
-    if layers is not None:
-        content["num_hidden_layers"] = layers
-        if "layer_types" in content:
-            content["layer_types"] = content["layer_types"][:layers]
-    folder = work / config.parent.name
-    folder.mkdir(exist_ok=True)
-    for file in tokenizer.glob("*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
-    _write_hollow(models.build_on_meta(models.read_config(folder)), folder / "model.safetensors")
     return folder, text
 
 
@@ -163,20 +152,11 @@ def overrides_of(label: str, *, emulated: bool | None = None) -> tuple[list[str]
     names = [each for each in tried if "=" not in each]
     assert set(names) <= TRIALS.keys(), names
     if not kind.startswith("torchao "):
-        emulate = _emulated(kind) if emulated is None else emulated
-        overrides += [f"precision.kind={kind}", f"precision.emulate={str(emulate).lower()}"]
+        if emulated is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            emulated = kind not in linear.native_kinds(device)
+        overrides += [f"precision.kind={kind}", f"precision.emulate={str(emulated).lower()}"]
     return overrides, ",".join(names)
-
-
-def _emulated(kind: str) -> bool:
-    if kind == "none":
-        return False
-    try:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        linear.convert(torch.nn.Linear(16, 16, device="meta"), PrecisionConfig(kind=kind), device=device)
-    except UserError:
-        return True
-    return False
 
 
 def child(label: str, overrides: list[str], folder: Path, profiled_after: int | None) -> None:

@@ -12,11 +12,7 @@ import contextlib, io, json, sys
 from lptune.cli.main import main
 from lptune.tools.doctor import child
 
-class Nothing(child.Child):
-    def __init__(self, *, measure):
-        super().__init__(measure=measure, command=["true"])
-
-child.Child = Nothing  # which is a process that imports torch
+child.lines = lambda **_: ()  # in place of a process that imports torch
 for heavy, arguments, words in json.loads(sys.argv[1]):
     said, code = io.StringIO(), 0
     try:

@@ -441,7 +441,6 @@ COMMANDS: list[tuple[str, str]] = [
     (f"advise {TINY} --write mine.txt", "ends in .yaml"),
     ("data --config toy.yaml model.path=nowhere", "model.path: nowhere is not a folder; `lptune download`"),
     ("data --config toy.yaml data.soruce=rows.jsonl", "unknown key 'data.soruce' | did you mean 'data.source'?"),
-    ("doctor --config quickstart sed=1", "did you mean 'seed'?"),
     ("doctor full_dpo", ""),
     # --- reports
     ("report", "give the folder of a run"),
@@ -478,7 +477,6 @@ COMMANDS: list[tuple[str, str]] = [
     # --- configs of other trainers
     (f"migrate {TUNE} --output mine.yaml", "mine.yaml: exists"),
     (f"migrate {TUNE} --world-size 3 --output b.yaml", "do not divide among 8"),
-    (f"migrate {TUNE} --from axolotl --output b.yaml", "is a config of torchtune, not of axolotl"),
     (f"migrate {TUNE} --output b.txt", "ends in .yaml"),
     ("migrate lora.yml --output b.yaml", "adapter: lora trains adapters"),
     ("migrate nothing.yaml", "no such config file"),

@@ -1,11 +1,9 @@
 """Calls of the Triton kernels that differ in what a kernel is compiled for: dtypes, strides, sizes, formats.
 
-With a stand-in for the driver (benchmarks/stand_in_gpu.py) they compile and launch for any GPU, and nothing
-runs.
+With a stand-in for the driver (stand_in_gpu.py) they compile and launch for any GPU, and nothing runs.
 """
 
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,18 +26,16 @@ from lptune.kernels.triton import (
     rotate,
     stochastic,
 )
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from tests.helpers import stand_in_gpu as driver
 
 
 @contextmanager
 def stand_in_gpu(folder: Path, arch: int = 90) -> Iterator[list[Any]]:
     """All launches, as the driver gets them; nothing is remembered of others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
         patch.setenv("LPTUNE_AUTOTUNE", "0")
         again.forget()
-        with importlib.import_module("stand_in_gpu").stand_in_gpu(folder, arch) as found:
+        with driver.stand_in_gpu(folder, arch) as found:
             yield found
     again.forget()
     launch._fitting.clear()

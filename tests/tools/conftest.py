@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import command, lptune
+from tests.helpers import cold
 
 __all__ = ["command", "lptune"]
 
@@ -31,6 +33,17 @@ def row(step: int, **more: Any) -> dict[str, Any]:
         "compile_time_s": 0.0, "peak_memory_gib": 0.5, "low_precision_flops_fraction": 0.75, "mfu": None,
         "time": f"2026-11-23T10:{step // 60 % 60:02d}:{step % 60:02d}.000+00:00", **more,
     }  # fmt: skip
+
+
+def wait_for(
+    condition: Callable[[], object], process: cold.Process | None = None, timeout_s: float = 120
+) -> None:
+    """Until the condition holds, while `process` lives."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.fixture

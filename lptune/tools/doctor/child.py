@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,76 +21,39 @@ TIMEOUT_S = 120
 """After this time the child is ended: a driver that hangs does not end by itself."""
 
 
-class Child:
-    """The running child. Iterate over `lines()` once; leave the block to end it."""
+def lines(
+    *, measure: bool, timeout_s: float = TIMEOUT_S, command: Sequence[str] | None = None
+) -> Iterator[Line]:
+    """The findings of the child, when it has ended; the last one says how, if it ended early.
 
-    def __init__(
-        self, *, measure: bool, timeout_s: float = TIMEOUT_S, command: Sequence[str] | None = None
-    ) -> None:
-        """measure: time GEMMs. timeout_s: for all probes together. command: another program, for tests."""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed in __exit__)
-        own = [sys.executable, "-m", "lptune.tools.doctor.child", *(["--measure"] if measure else [])]
-        # Kernels without tuning: the first call of a tuned one takes ten seconds.
-        environment = os.environ | {"LPTUNE_AUTOTUNE": os.environ.get("LPTUNE_AUTOTUNE", "0")}
-        self._process = subprocess.Popen(
-            list(command or own),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-        )
-        self._is_expired, self._timeout_s = False, timeout_s
-        self._timer = threading.Timer(timeout_s, self._expire)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._errors.close()
-
-    def lines(self) -> Iterator[Line]:
-        """The findings, as they come; the last one says how the child ended, if it ended early."""
-        assert self._process.stdout is not None
-        begun, is_whole = "starting Python", False
-        for raw in self._process.stdout:
-            try:
-                said: dict[str, Any] = json.loads(raw)
-            except ValueError:  # cut by the end of the process
-                continue
-            begun, is_whole = said.get("begin", begun), "end" in said
-            if "line" in said:
-                yield Line(*said["line"])
-        code = self._process.wait()
-        if not is_whole:
-            yield Line(
-                "software",
-                "torch",
-                PROBLEM,
-                f"{self._ending(code)} in the probe: {begun}",
-                self._last_error(),
-            )
-
-    def _expire(self) -> None:
-        self._is_expired = True
-        self._process.kill()
-
-    def _ending(self, code: int) -> str:
-        if self._is_expired:
-            return f"nothing came back for {self._timeout_s:g} s"
-        return f"the process ended with {'signal ' + str(-code) if code < 0 else 'exit code ' + str(code)}"
-
-    def _last_error(self) -> str:
-        self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, self._errors.tell() - 2000))
-        lines = self._errors.read().decode(errors="replace").splitlines()
-        return printable(lines[-1])[:300] if lines else ""
+    measure: time GEMMs. timeout_s: for all probes together. command: another program, for tests.
+    """
+    own = [sys.executable, "-m", "lptune.tools.doctor.child", *(["--measure"] if measure else [])]
+    # Kernels without tuning: the first call of a tuned one takes ten seconds.
+    environment = os.environ | {"LPTUNE_AUTOTUNE": os.environ.get("LPTUNE_AUTOTUNE", "0")}
+    # A file, not a pipe, for what a process of the compiler may hold longer than the child lives.
+    with tempfile.TemporaryFile() as file:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": file}
+        try:
+            ended = subprocess.run(command or own, env=environment, timeout=timeout_s, check=False, **streams)
+            out, code = ended.stdout, ended.returncode
+            how = f"the process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        except subprocess.TimeoutExpired as error:
+            out, how = error.stdout or b"", f"nothing came back for {timeout_s:g} s"
+        file.seek(0)
+        errors = file.read().decode(errors="replace").splitlines()
+    begun, is_whole = "starting Python", False
+    for raw in out.splitlines():
+        try:
+            said: dict[str, Any] = json.loads(raw)
+        except ValueError:  # cut by the end of the process
+            continue
+        begun, is_whole = said.get("begin", begun), "end" in said
+        if "line" in said:
+            yield Line(*said["line"])
+    if not is_whole:
+        last = printable(errors[-1])[:300] if errors else ""
+        yield Line("software", "torch", PROBLEM, f"{how} in the probe: {begun}", last)
 
 
 def main() -> None:

@@ -85,12 +85,9 @@ def _limit_text(value: int, unit: int = 1) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value // unit)
 
 
-def disks(output_dir: str | None = None) -> Iterator[Line]:
+def disks() -> Iterator[Line]:
     """Free space and kind of the disks that a run writes to."""
-    places = {"current folder": Path.cwd()}
-    if output_dir is not None:
-        places["output_dir"] = Path(output_dir).expanduser()
-    places["temporary files"] = Path(tempfile.gettempdir())
+    places = {"current folder": Path.cwd(), "temporary files": Path(tempfile.gettempdir())}
     wanted = os.environ.get("TMPDIR")
     if wanted and not os.access(wanted, os.W_OK):  # Python takes another folder then, and compilers fail
         yield Line(_DISK, "TMPDIR", PROBLEM, f"{wanted} cannot be written", "set TMPDIR to a local folder")
@@ -105,10 +102,9 @@ def disks(output_dir: str | None = None) -> Iterator[Line]:
 
 
 def _disk(name: str, folder: Path) -> Line:
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    free, kind = shutil.disk_usage(there).free, file_system(there)
+    free, kind = shutil.disk_usage(folder).free, file_system(folder)
     text = f"{folder}: {size_text(free)} free, {kind}"
-    if not os.access(there, os.W_OK):
+    if not os.access(folder, os.W_OK):
         return Line(_DISK, name, PROBLEM, f"{text}; it cannot be written", "choose another folder")
     if free < 1e9:
         return Line(_DISK, name, PROBLEM, text, "make room: a checkpoint has 12 bytes for each weight")
@@ -122,7 +118,7 @@ def _disk(name: str, folder: Path) -> Line:
 
 
 def file_system(folder: Path) -> str:
-    """Its kind and speed class: `ext4 (solid state)`, `nfs4 (network)`, `tmpfs (memory)`."""
+    """Its kind: `ext4`, `nfs4 (network)`, `tmpfs (memory)`."""
     real = os.path.realpath(folder)
     kind, best = "unknown file system", -1
     with suppress(OSError):
@@ -135,36 +131,7 @@ def file_system(folder: Path) -> str:
         return f"{kind} (network)"
     if kind in ("tmpfs", "ramfs"):
         return f"{kind} (memory)"
-    return f"{kind}{_disk_class(folder)}"
-
-
-def _disk_class(folder: Path) -> str:
-    """What the system says of the disk below `folder`; empty if it says nothing, as of an overlay."""
-    device = os.stat(folder).st_dev
-    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for queue in (block / "queue", block / ".." / "queue"):  # a partition has its disk above it
-        with suppress(OSError):
-            turns = (queue / "rotational").read_text().strip() == "1"
-            return " (a hard disk, or a virtual disk)" if turns else " (solid state)"
-    return ""
-
-
-def size_of(folder: Path, most_files: int = 20_000) -> tuple[int, bool]:
-    """(bytes, whether all files were counted) of the files below `folder`. It follows no link."""
-    total, left = 0, most_files
-    stack = [str(folder)]
-    while stack:
-        with suppress(OSError), os.scandir(stack.pop()) as entries:
-            for entry in entries:
-                left -= 1
-                if left < 0:
-                    return total, False
-                with suppress(OSError):
-                    if entry.is_dir(follow_symlinks=False):
-                        stack.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_size
-    return total, True
+    return kind
 
 
 _PACKAGES = (
@@ -232,17 +199,7 @@ def compiler() -> Iterator[Line]:
 
 
 def caches() -> Iterator[Line]:
-    """Where compiled code, models and tokenized rows are kept, and their sizes."""
-    for name, folder in cache_folders().items():
-        if not folder.is_dir():
-            yield Line("software", name, OK, f"{folder}: not there yet")
-            continue
-        size, is_all = size_of(folder)
-        yield Line("software", name, OK, f"{folder}: {'' if is_all else 'more than '}{size_text(size)}")
-
-
-def cache_folders() -> dict[str, Path]:
-    """Name -> folder of each cache, as the program that fills it chooses it."""
+    """Where compiled code, models and tokenized rows are kept, as the program that fills a cache chooses."""
     variables, home = os.environ, Path.home()
     absolute = os.path.isabs(variables.get("XDG_CACHE_HOME", ""))
     base = Path(variables["XDG_CACHE_HOME"]) if absolute else home / ".cache"
@@ -251,13 +208,14 @@ def cache_folders() -> dict[str, Path]:
         tempfile.gettempdir(), f"torchinductor_{user}"
     )
     hub = variables.get("HF_HUB_CACHE") or Path(variables.get("HF_HOME") or base / "huggingface", "hub")
-    return {
+    folders = {
         "compiled code": Path(inductor),
         "Triton's cache": Path(variables.get("TRITON_CACHE_DIR") or home / ".triton" / "cache"),
         "hub's cache": Path(hub).expanduser(),
         "tokenized rows": base / "lptune" / "data",
-        "all of lptune's": base / "lptune",
     }
+    for name, folder in folders.items():
+        yield Line("software", name, OK, f"{folder}{'' if folder.is_dir() else ': not there yet'}")
 
 
 def environment() -> Iterator[Line]:

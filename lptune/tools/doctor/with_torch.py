@@ -7,7 +7,6 @@ layers, which `lptune advise` times.
 
 import math
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -267,7 +266,7 @@ def _driver() -> str:
 
 
 def topology() -> Iterator[Line]:
-    """Whether GPUs reach each other's memory, and over NVLink."""
+    """Whether GPUs reach each other's memory."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -276,24 +275,11 @@ def topology() -> Iterator[Line]:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     text = f"{direct} of {len(pairs)} pairs reach each other's memory directly"
-    links = _num_nvlink_pairs()
-    text += f"; {links} pairs by NVLink" if links is not None else ""
     if direct == len(pairs):
         yield Line("GPUs", "topology", OK, text)
     else:
         todo = "keep parallel.tensor within GPUs that do; all-gathers go through host memory"
         yield Line("GPUs", "topology", NOTE, text, todo)
-
-
-def _num_nvlink_pairs() -> int | None:
-    """Pairs of GPUs (a, b) with NVLink between them, by `nvidia-smi topo -m`; None if it does not tell."""
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
-    cells = [cell for row in rows for cell in row[1:] if cell.startswith("NV") and cell[2:].isdigit()]
-    return len(cells) if rows else None
 
 
 def native_library() -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """Configs of other trainers become configs of lptune, key by key.
 
     draft.py     what a migration collects, the walk over a file's keys, what several tools share
+    entries.py   data sets
     TOOL.py      for each tool: what needs several keys at once, and defaults that differ; its data sets, as
                  entries of data.source; a table of rules: their key -> what becomes of it
     report.py    the report for the terminal, and the YAML with the source of each line

@@ -9,12 +9,9 @@ from lptune.base.files import write_errors, write_text
 from lptune.cli import catalog, interrupts, recipe
 from lptune.cli.places import PathArgument, check_new_config
 
-_TOOLS = ("torchtune", "torchtitan", "axolotl", "llamafactory", "trl")
-
 
 @click.command()
 @click.argument("file", type=PathArgument())
-@click.option("--from", "tool", type=click.Choice(_TOOLS), help="The tool.  [default: found by the content]")
 @click.option("--output", type=PathArgument(), metavar="FILE", help="The new config.  [default: printed]")
 @click.option(
     "--world-size",
@@ -28,9 +25,7 @@ _TOOLS = ("torchtune", "torchtitan", "axolotl", "llamafactory", "trl")
     metavar="N",
     help="Optimizer steps of the run of FILE, where it gives only shares of them.",
 )
-def migrate(
-    file: Path, tool: str | None, output: Path | None, world_size: int | None, num_steps: int | None
-) -> None:
+def migrate(file: Path, output: Path | None, world_size: int | None, num_steps: int | None) -> None:
     """Turn FILE, a full fine-tuning config of torchtune, torchtitan, axolotl, LLaMA-Factory or TRL, into one
     of lptune. FILE may be a shell script with a command line of the last two.
 
@@ -42,7 +37,7 @@ def migrate(
 
     if output is not None:
         check_new_config(output)
-    draft = migrate(file, tool, num_ranks=world_size, num_steps=num_steps)
+    draft = migrate(file, num_ranks=world_size, num_steps=num_steps)
     name = "my.yaml" if output is None else str(output)
     text = to_yaml(draft, name)
     if output is not None:

@@ -75,6 +75,11 @@ class Draft:
         """Key or section `theirs` has no equivalent, because of `why`, one of `REASONS`."""
         self.dropped.append(Dropped(theirs, why, text, len(leaves(self.get(theirs), theirs)) or 1))
 
+    def drop_given(self, why: str, text: str, *theirs: str) -> None:
+        """`drop` for those of the keys that the old file has."""
+        for key in self.given(*theirs):
+            self.drop(key, why, text)
+
     def ask(self, ours: str, text: str) -> None:
         """The user must set `ours`."""
         if (ours, text) not in self.to_fill:
@@ -283,11 +288,21 @@ PROMPTS = (
     "the text around a prompt is the tokenizer's chat template (or data.chat_template, "
     "data.prompt_template); look at rows with `lptune data`"
 )
-ROWS = "rows per step over all ranks"
 WARMUP = "the first step has lr / warmup_steps, and 0 there"
 OTHER_BITS = "moments of 4 bits or float8 there; here codes of 8 bits with a scale for each 128 elements"
 IN_BACKWARD = "a step is one micro-batch on each rank; max_grad_norm clips by the norm of the step before"
 PAGED = "paged to host memory there; here moments stay on the GPU (optimizer.cpu_offload=true moves them)"
+
+
+def set_accumulated(draft: Draft, micro: str, default: int, model_ranks: int = 1) -> None:
+    """`set_batches` from gradient_accumulation_steps. micro: the key of rows per forward; without it they are
+    `default`.
+    """
+    accumulated = "gradient_accumulation_steps"
+    size, steps = draft.integer(micro, default), draft.integer(accumulated, 1)
+    set_batches(
+        draft, (size, draft.given(micro)), (None, draft.given(micro, accumulated)), model_ranks, steps
+    )
 
 
 def set_batches(
@@ -324,7 +339,7 @@ def set_batches(
     draft.set("global_batch_size", total, *total_keys)
 
 
-def set_defaults(draft: Draft, defaults: dict[str, object]) -> None:
+def set_defaults(draft: Draft, defaults: Mapping[str, object]) -> None:
     """Writes out what the other tool takes for keys that its file does not name, where ours differs."""
     for ours, value in defaults.items():
         if draft.value_of(ours) is None:

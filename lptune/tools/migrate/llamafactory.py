@@ -84,8 +84,8 @@ def _set_preference(draft: Draft) -> None:
     key = "simpo_gamma"
     if loss == "simpo":
         draft.set("preference.target_margin", draft.number(key, 0.5), *draft.given(key))
-    elif draft.get(key) is not None:
-        draft.drop(key, OFF, "simpo alone has it")
+    else:
+        draft.drop_given(OFF, "simpo alone has it", key)
     trainer.set_label_smoothing(draft, "dpo_label_smoothing")
 
 
@@ -165,14 +165,8 @@ def _entry(
             draft.ask(
                 "data.source", f"{name}: its column {columns['history']} has earlier turns; make it a chat"
             )
-    for theirs, ours in (
-        ("system", "system"),
-        ("chosen", "chosen"),
-        ("rejected", "rejected"),
-        ("kto_tag", "label"),
-    ):
-        if columns.get(theirs):
-            entry[f"{ours}_column"] = columns[theirs]
+    more = {"system": "system", "chosen": "chosen", "rejected": "rejected", "kto_tag": "label"}
+    entry |= {f"{ours}_column": columns[theirs] for theirs, ours in more.items() if columns.get(theirs)}
     if stage in ("dpo", "kto"):
         entry.pop("format")
     if stage == "dpo":

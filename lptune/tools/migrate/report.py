@@ -1,32 +1,24 @@
 """The report of a migration for a terminal of 80 columns, and the YAML whose lines name their source."""
 
-import json
+import math
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from lptune.base.text import printable, wrapped
+import yaml  # type: ignore[import-untyped]
+
+from lptune.base.text import printable, size_text, wrapped
+from lptune.cli import catalog, ls
+from lptune.config import OPTIMIZER_KINDS
+from lptune.config.load import Dumper
 from lptune.tools.migrate.draft import REASONS, UNKNOWN, Draft, Setting, leaves
-from lptune.tools.migrate.memory import memory_lines
 
 _SECTIONS = (
-    *(
-        "model",
-        "data",
-        "precision",
-        "parallel",
-        "optimizer",
-        "schedule",
-        "preference",
-        "kto",
-        "checkpoint",
-        "export",
-        "logging",
-    ),
-    "",
-)
+    "model", "data", "precision", "parallel", "optimizer", "schedule", "preference", "kto", "checkpoint",
+    "export", "logging", "",
+)  # fmt: skip
 
 
 def to_text(draft: Draft, config: str) -> str:
@@ -100,27 +92,26 @@ def _literal(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+class _OneLine(Dumper):
+    """Text with line breaks has quotes and escapes, so that each value has one line."""
+
+
+def _represent_text(dumper: Any, text: str) -> Any:
+    node = Dumper.yaml_representers[str](dumper, text)
+    if not text.isprintable():
+        node.style = '"'
+    return node
+
+
+_OneLine.add_representer(str, _represent_text)
+
+
 def _scalar(value: Any) -> str:
-    """`value` in one line of YAML: JSON, which YAML includes, but plain for words and short for numbers."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_scalar(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_scalar, value)) + "]"
-    if isinstance(value, float):
-        digits, power, exponent = repr(value).partition("e")
-        # 2e-05 -> 2.0e-05: YAML 1.1 takes a number without a dot for text.
-        return f"{digits if '.' in digits else f'{digits}.0'}{power}{exponent}" if power else digits
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NO_WORDS
-    if is_plain:
-        return str(value)
-    return _NOT_IN_YAML.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
-
-
-_NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-"""Characters that JSON leaves as they are in quotes, and YAML refuses or takes for the end of a line."""
-_PLAIN = re.compile(r"(\./|/)?[A-Za-z][\w./-]*", re.ASCII)
-"""Text that YAML takes for text without quotes, but for `_NO_WORDS`."""
-_NO_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf", "y", "n")
+    """`value` in one line of YAML."""
+    text: str = yaml.dump(
+        value, Dumper=_OneLine, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )
+    return text.removesuffix("...\n").strip()
 
 
 def _lines(draft: Draft, config: str) -> Iterator[str]:
@@ -164,7 +155,7 @@ def _lines(draft: Draft, config: str) -> Iterator[str]:
             "gain on your device.",
             hang=2,
         )
-    for text in memory_lines(draft, config):
+    for text in _memory_lines(draft, config):
         yield from wrapped(text, hang=2)
     yield f"next: lptune validate {config}"
 
@@ -179,3 +170,47 @@ def _dropped(draft: Draft, why: str) -> Iterator[str]:
         by_text[each.text].append(each.theirs + (f" ({each.num_keys} keys)" if each.num_keys > 1 else ""))
     for text, names in by_text.items():
         yield from wrapped(", ".join(names) + (f": {text}" if text else ""), indent=4, hang=2)
+
+
+# ---- memory
+
+_VARIANT = re.compile(r"^meta-|-(instruct|base|it|chat|hf|v0\.\d)\b")
+
+
+def _memory_lines(draft: Draft, config: str) -> Iterator[str]:
+    """The bytes there and here over all ranks, and the command that finds what fits; none where the size of
+    the model is not known, by the name of a checkpoint that a config of lptune downloads.
+
+    Tools that hold weights in bf16 alone have gradients and AdamW's moments in bf16, too: 2 + 2 + 4 bytes of
+    each weight, where float32 takes 4 + 4 + 8. The notes of the draft say which it was.
+    """
+    named = {_plain(ls.hub_id(file)): name for name, file in catalog.configs().items()}
+    number = ls.num_weights(named.get(_plain(str(draft.value_of("model.path", "?"))), ""))
+    if number is None:
+        return
+    in_bf16 = any(each.ours == "compute_dtype" and each.note for each in draft.settings)
+    there, here, rounded = (
+        size_text(int(number * _bytes(draft, *widths)))
+        for widths in ((2, 2) if in_bf16 else (4, 4), (4, 4), (2, 4))
+    )
+    without = f", with optimizer.master=none {rounded}" if in_bf16 else ""
+    yield (
+        f"weights, gradients and optimizer over all ranks: there about {there}{' in bf16' * in_bf16}, here "
+        f"{here}{without}; activations come on top."
+    )
+    yield f"`lptune plan --config {config} --device GPU --world-size N --write FILE` finds what fits."
+
+
+def _bytes(draft: Draft, of_weight: int, of_moment: int) -> int:
+    """Of each weight, with its gradient and moments; those of 8 bits take 2, those of sgd one at most."""
+    kind = str(draft.value_of("optimizer.kind", "adamw"))
+    of_kind = OPTIMIZER_KINDS[kind]
+    moments = of_kind.num_moments * (1 if of_kind.num_bits == 8 else of_moment)
+    if kind == "sgd" and not draft.value_of("optimizer.momentum"):
+        moments = 0
+    return of_weight + moments + (0 if draft.value_of("optimizer.in_backward") else of_weight)
+
+
+def _plain(name: str) -> str:
+    """The last part of a path or an id without what does not change the size."""
+    return _VARIANT.sub("", name.rstrip("/").rpartition("/")[2].lower())

@@ -134,7 +134,7 @@ def _set_model(draft: Draft, name: str) -> None:
 def _set_data(draft: Draft) -> None:
     name, path = draft.get("training.dataset", "c4_test"), draft.get("training.dataset_path")
     key = "training.dataset"
-    keys = [each for each in (key, "training.dataset_path") if draft.get(each) is not None]
+    keys = draft.given(key, "training.dataset_path")
     note = (
         "documents are read in file order there, joined and cut into rows, with attention across them; here "
         "rows are shuffled, packed by best fit, and attention stays within a document"
@@ -180,8 +180,8 @@ def _set_sharing(draft: Draft) -> int:
         elif degree > 1:
             draft.drop(key, NOT_OFFERED, f"{name} {degree}")
             draft.ask("parallel", f"{key} = {degree}: use parallel.tensor and more ranks of FSDP")
-        elif draft.get(key) is not None:
-            draft.drop(key, OFF)
+        else:
+            draft.drop_given(OFF, "", key)
     return shared
 
 
@@ -205,8 +205,8 @@ def _set_batches_by_tokens(draft: Draft, shared: int) -> None:
     per_step = draft.integer(_TOKENS_OF_ALL, -1, -1)
     given = per_step // length if per_step > 0 else None
     set_batches(draft, (size, [_TOKENS]), (given, [_TOKENS_OF_ALL if given else _TOKENS]), shared)
-    if not given and draft.get(_TOKENS_OF_ALL) is not None:
-        draft.drop(_TOKENS_OF_ALL, OFF)
+    if not given:
+        draft.drop_given(OFF, "", _TOKENS_OF_ALL)
 
 
 def _set_schedule(draft: Draft) -> None:
@@ -217,8 +217,7 @@ def _set_schedule(draft: Draft) -> None:
     if kind not in shape:
         draft.ask("schedule.kind", f"lr_scheduler.decay_type {kind} is not offered")
         kind = "linear"
-    keys = [f"lr_scheduler.{name}" for name in ("decay_ratio", "decay_type", "lr_decay_type")
-            if draft.get(f"lr_scheduler.{name}") is not None]  # fmt: skip
+    keys = draft.given("lr_scheduler.decay_ratio", "lr_scheduler.decay_type", "lr_scheduler.lr_decay_type")
     ratio = draft.number("lr_scheduler.decay_ratio", -1.0)
     decay = min(round(steps * ratio), steps - warmup) if ratio >= 0 else steps - warmup
     if decay == 0:
@@ -275,15 +274,10 @@ def _set_float8(draft: Draft, prefix: str) -> None:
     kinds = {None: "float8_tensorwise", "tensorwise": "float8_tensorwise"}
     draft.set("precision.kind", kinds.get(name, f"float8_{name}"), *keys)
     key = f"{prefix}.enable_fsdp_float8_all_gather"
-    draft.set(
-        "precision.all_gather",
-        "low" if draft.get(key) else "high",
-        *draft.given(key),
-    )
-    for other in draft.given(
-        f"{prefix}.precompute_float8_dynamic_scale_for_fsdp", f"{prefix}.force_recompute_fp8_weight_in_bwd"
-    ):
-        draft.drop(other, NOT_NEEDED, "a weight is quantized once a step, and its scale found with it")
+    draft.set("precision.all_gather", "low" if draft.get(key) else "high", *draft.given(key))
+    once = "a weight is quantized once a step, and its scale found with it"
+    for other in ("precompute_float8_dynamic_scale_for_fsdp", "force_recompute_fp8_weight_in_bwd"):
+        draft.drop_given(NOT_NEEDED, once, f"{prefix}.{other}")
     if draft.get(f"{prefix}.emulate") is not None:
         draft.set("precision.emulate", draft.get(f"{prefix}.emulate"), f"{prefix}.emulate")
     _set_skip(draft, f"{prefix}.filter_fqns")
@@ -314,7 +308,7 @@ def _set_validation(draft: Draft) -> None:
     name = str(section.get("dataset", "c4_validation"))
     source, split = _DATASETS.get(name, ("FILL-IN.jsonl", ""))
     path = section.get("dataset_path")
-    keys = [f"validation.{key}" for key in ("dataset", "dataset_path") if section.get(key) is not None]
+    keys = draft.given("validation.dataset", "validation.dataset_path")
     draft.set("data.eval_source", path or source, *keys)
     if split and not path:
         draft.set("data.eval_split", split, *keys)
@@ -328,15 +322,12 @@ def _set_validation(draft: Draft) -> None:
 
 def _set_checkpoints(draft: Draft) -> None:
     on = draft.get("checkpoint.enable", draft.get("checkpoint.enable_checkpoint", False))
-    switch = [
-        key for key in ("checkpoint.enable", "checkpoint.enable_checkpoint") if draft.get(key) is not None
-    ]
+    switch = draft.given("checkpoint.enable", "checkpoint.enable_checkpoint")
     if not on:
-        for key in switch:
-            draft.drop(key, BY_DESIGN, "a run always saves at its end, and every checkpoint.every_minutes=30")
-        for key in ("checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.async_mode"):
-            if draft.get(key) is not None:
-                draft.drop(key, OFF, "checkpoint.enable is false")
+        always = "a run always saves at its end, and every checkpoint.every_minutes=30"
+        draft.drop_given(BY_DESIGN, always, *switch)
+        others = ("checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.async_mode")
+        draft.drop_given(OFF, "checkpoint.enable is false", *others)
         return
     draft.set("checkpoint.every_steps", draft.integer("checkpoint.interval", 500), *switch,
               *draft.given("checkpoint.interval"))  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lptune.tools.migrate.draft import (
+    ADAM,
     BY_DESIGN,
     DECAY,
     IN_BACKWARD,
@@ -34,11 +35,19 @@ from lptune.tools.migrate.draft import (
     leaves,
     number_to,
     refuse,
-    set_batches,
+    set_accumulated,
     set_defaults,
     switch_on,
     to,
     walk,
+)
+from lptune.tools.migrate.entries import (
+    Entry,
+    keys_of,
+    set_held_out_sources,
+    set_sources,
+    take,
+    take_place,
 )
 
 _MAX_REFERENCES = 32
@@ -50,7 +59,8 @@ def fill(draft: Draft) -> None:
     _check_kind(draft)
     walk(draft, RULES, ("clip_grad_norm", "seed", "run_val_every_n_steps", "tokenizer.max_seq_len"))
     _fill_data(draft)
-    _set_batches(draft)
+    shared = draft.integer("tensor_parallel_dim", 1) * draft.integer("context_parallel_dim", 1)
+    set_accumulated(draft, "batch_size", 1, shared)
     _set_float8(draft)
     _set_activations(draft)
     if draft.get("lr_scheduler") is None:
@@ -118,20 +128,10 @@ def _resolved(draft: Draft, value: Any) -> Any:
     raise draft.error(str(value)[:60], "its ${…} refer to each other without an end")
 
 
-def _set_batches(draft: Draft) -> None:
-    shared = draft.integer("tensor_parallel_dim", 1) * draft.integer("context_parallel_dim", 1)
-    steps = draft.integer("gradient_accumulation_steps", 1)
-    keys = draft.given("batch_size", "gradient_accumulation_steps")
-    set_batches(
-        draft, (draft.integer("batch_size", 1), draft.given("batch_size")), (None, keys), shared, steps
-    )
-
-
 def _set_float8(draft: Draft) -> None:
     keys = [key for key in ("enable_fp8_training", "fp8_recipe_name") if key in draft.values]
     if draft.get("enable_fp8_training") is not True:
-        for key in keys:
-            draft.drop(key, OFF)
+        draft.drop_given(OFF, "", *keys)
         return
     name = draft.get("fp8_recipe_name")
     kinds = {None: "float8_tensorwise", "tensorwise": "float8_tensorwise", "rowwise": "float8_rowwise",
@@ -161,10 +161,6 @@ def _fill_in(draft: Draft) -> None:
     if draft.value_of("model.path") is None:
         draft.set("model.path", "FILL-IN")
         draft.ask("model.path", "the folder of a Hugging Face checkpoint")
-
-
-_FILES = {"json": ".jsonl", "csv": ".csv", "text": ".txt", "parquet": ".parquet"}
-"""Names that `datasets` takes for a kind of file, whose path is under data_files."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +202,6 @@ BUILDERS = {
         "text", "ccdv/cnn_dailymail", names={"text": "article"}, text=""
     ),
 }
-_COLUMN_KEYS = {"column": "text_column", "conversation_column": "messages_column"}
 _NOT_NEEDED = {
     "conversation_style": "both styles of chats are recognised",
     "split_across_pack": "documents are not cut to fill a row; long texts are cut into chunks",
@@ -224,149 +219,93 @@ def _fill_data(draft: Draft) -> None:
     if not entries or len(entries) < len(found):
         draft.set("data.source", "FILL-IN.jsonl")
         draft.ask("data.source", "a file, a folder, a glob or a hub data set")
-    elif dataset is listed:
-        _set_sources(draft, entries)
     else:
-        for ours, (value, keys, note) in entries[0].items():
-            draft.set(f"data.{ours}", value, *keys, note=note)
+        if len(entries) > 1:
+            _set_keys_of_all(draft, entries)
+        set_sources(draft, entries)
     if draft.value_of("data.packing") is None:
         draft.set("data.packing", False)
-    _evaluation(draft)
+    if draft.get("dataset_val") is not None:
+        held_out = _entry(draft, "dataset_val", draft.get("dataset_val"))
+        if held_out is None:
+            draft.ask("data.eval_source", "held-out data")
+        else:
+            set_held_out_sources(draft, [held_out])
 
 
-_OF_ALL = ("train_on_prompt", "packing")
-"""Keys of ours that hold for all sources; each data set of torchtune has its own."""
-
-
-def _set_sources(draft: Draft, entries: "list[Entry]") -> None:
-    """data.source of several data sets, and the keys that they must agree about."""
-    plain = [{ours: each[0] for ours, each in entry.items() if ours not in _OF_ALL} for entry in entries]
-    notes = dict.fromkeys(each[2] for entry in entries for each in entry.values() if each[2])
-    names = [f"dataset[{i}]" for i in range(len(entries))]
-    draft.set("data.source", plain, *names, note="; ".join(notes))
-    for ours in _OF_ALL:
-        keys = [key for entry in entries if ours in entry for key in entry[ours][1]]
+def _set_keys_of_all(draft: Draft, entries: list[Entry]) -> None:
+    """Takes out of the entries the keys that hold for all sources here, and sets them where the data sets,
+    each of which has its own there, agree.
+    """
+    for ours in ("train_on_prompt", "packing"):
         # A text has no prompt, so it has no opinion.
         asked = [entry for entry in entries if ours != "train_on_prompt" or entry["format"][0] != "text"]
         values = {entry[ours][0] if ours in entry else False for entry in asked}
+        taken = [entry.pop(ours) for entry in entries if ours in entry]
+        keys = [key for each in taken for key in each[1]]
         if len(values) > 1:
             text = "is one for all sources, and these data sets differ"
             draft.set(f"data.{ours}", False, *keys, note=f"data.{ours} {text}")
             draft.ask(f"data.{ours}", f"true or false: it {text}")
-        elif keys:
-            draft.set(f"data.{ours}", values.pop(), *keys)
-
-
-def _evaluation(draft: Draft) -> None:
-    value = draft.get("dataset_val")
-    if value is None:
-        return
-    found = _entry(draft, "dataset_val", value)
-    if found is None:
-        draft.ask("data.eval_source", "held-out data")
-        return
-    for ours, (value, keys, note) in found.items():
-        if ours in ("source", "split"):
-            draft.set(f"data.eval_{ours}", value, *keys, note=note if ours == "source" else "")
-        elif value == draft.value_of(f"data.{ours}"):
-            for key in keys:
-                draft.drop(key, NOT_NEEDED, f"data.{ours} holds for held-out data, too")
-        else:
-            for key in keys:
-                draft.drop(key, NOT_OFFERED, f"data.{ours} is one for both")
-
-
-Entry = dict[str, tuple[Any, tuple[str, ...], str]]
-"""Our key, below data -> value, keys of theirs, what differs."""
+        elif taken:
+            draft.set(f"data.{ours}", values.pop(), *keys, note=taken[0][2])
 
 
 def _entry(draft: Draft, key: str, value: Any) -> Entry | None:
     """The `Entry` of one dataset; None if its builder is not known."""
-    if not isinstance(value, Mapping):
-        raise draft.error(key, f"must be a section with `_component_`, found {value!r:.60}")
-    name = str(value.get("_component_", "")).rpartition(".")[2]
+    rest = keys_of(draft, key, value, "_component_")
+    name = str(rest.pop("_component_", "")).rpartition(".")[2]
     builder = BUILDERS.get(name)
     if builder is None:
         draft.drop(key, NOT_OFFERED, f"{name or 'a dataset without _component_'} is not known")
         return None
     component = f"{key}._component_"
-    rest = {name: each for name, each in value.items() if name != "_component_" and each is not None}
-    for name in [name for name, inner in value.items() if inner is None]:
-        draft.drop(f"{key}.{name}", OFF)
+    place, keys = take_place(draft, key, rest, "source", builder.source)
+    if place is None:
+        draft.ask("data.source", f"{key} names no source")
     found: Entry = {
-        "source": _source(draft, key, builder, rest),
-        "format": (builder.format, (component,), ""),
+        "source": (place or "FILL-IN.jsonl", keys or [component], builder.text),
+        "format": (builder.format, [component], ""),
     }
-    if (split := rest.pop("split", None)) is not None:
-        found["split"] = (split, (f"{key}.split",), "")
+    take(rest, key, {"split": "split"}, found)
     _columns(draft, key, builder, rest, found)
     prompt = rest.pop("train_on_input", None)
     if builder.format != "text" and bool(prompt if prompt is not None else builder.trains_on_prompt):
         origin = f"{key}.train_on_input" if prompt is not None else component
-        found["train_on_prompt"] = (True, (origin,), "")
+        found["train_on_prompt"] = (True, [origin], "")
     elif prompt is not None:
         draft.drop(f"{key}.train_on_input", OFF)
-    _others(draft, key, rest, found)
-    return found
-
-
-def _source(
-    draft: Draft, key: str, builder: Builder, rest: dict[str, Any]
-) -> tuple[Any, tuple[str, ...], str]:
-    source = rest.pop("source", None)
-    keys: tuple[str, ...] = (f"{key}.source",) if source is not None else (f"{key}._component_",)
-    source = source or builder.source
-    files = rest.pop("data_files", None)
-    if source in _FILES and files is not None:
-        return files, (*keys, f"{key}.data_files"), builder.text
-    if files is not None:
-        draft.drop(f"{key}.data_files", NOT_OFFERED, "files of a hub data set; download them and name them")
-    if source is None:
-        draft.ask("data.source", f"{key} names no source")
-        source = "FILL-IN.jsonl"
-    for name in ("name", "subset"):
-        if (config := rest.pop(name, None)) is not None:
-            source, keys = f"{source}:{config}", (*keys, f"{key}.{name}")
-    return source, keys, builder.text
-
-
-def _columns(draft: Draft, key: str, builder: Builder, rest: dict[str, Any], found: Entry) -> None:
-    names = dict(builder.names)
-    mapped = rest.pop("column_map", None) or {}
-    for word, column in mapped.items():
-        ours = builder.columns.get(word)
-        if ours is None:
-            draft.drop(f"{key}.column_map.{word}", UNKNOWN)
-        else:
-            found[ours] = (column, (f"{key}.column_map.{word}",), "")
-    for word, ours in builder.columns.items():
-        if word in names and names[word] != word and ours not in found:
-            found[ours] = (names[word], (f"{key}._component_",), "")
-    for word, ours in {"messages": "messages_column", "text": "text_column"}.items():
-        if word in names:
-            found[ours] = (names[word], (f"{key}._component_",), "")
-    for word, ours in _COLUMN_KEYS.items():
-        if (column := rest.pop(word, None)) is not None:
-            found[ours] = (column, (f"{key}.{word}",), "")
-
-
-def _others(draft: Draft, key: str, rest: dict[str, Any], found: Entry) -> None:
     if "packed" in rest:
         note = (
             "a document in each row, padded to data.seq_len here and to the longest of a batch there; with "
             "data.packing=true a step holds more documents and little padding"
         )
         on = rest.pop("packed") is True
-        found["packing"] = (on, (f"{key}.packed",), "" if on else note)
-    if (prompt := rest.pop("new_system_prompt", None)) is not None:
-        found["system_prompt"] = (prompt, (f"{key}.new_system_prompt",), "")
-    for name, value in rest.items():
-        if value is None:
-            draft.drop(f"{key}.{name}", OFF)
-        elif name in _NOT_NEEDED:
+        found["packing"] = (on, [f"{key}.packed"], "" if on else note)
+    take(rest, key, {"new_system_prompt": "system_prompt"}, found)
+    for name in rest:
+        if name in _NOT_NEEDED:
             draft.drop(f"{key}.{name}", NOT_NEEDED, _NOT_NEEDED[name])
         else:
             draft.drop(f"{key}.{name}", UNKNOWN)
+    return found
+
+
+def _columns(draft: Draft, key: str, builder: Builder, rest: dict[str, Any], found: Entry) -> None:
+    component, names = f"{key}._component_", builder.names
+    for word, column in (rest.pop("column_map", None) or {}).items():
+        ours = builder.columns.get(word)
+        if ours is None:
+            draft.drop(f"{key}.column_map.{word}", UNKNOWN)
+        else:
+            found[ours] = (column, [f"{key}.column_map.{word}"], "")
+    for word, ours in builder.columns.items():
+        if word in names and names[word] != word and ours not in found:
+            found[ours] = (names[word], [component], "")
+    for word, ours in {"messages": "messages_column", "text": "text_column"}.items():
+        if word in names:
+            found[ours] = (names[word], [component], "")
+    take(rest, key, {"column": "text_column", "conversation_column": "messages_column"}, found)
 
 
 NO_LIMIT = "no limit there; 2048 here, and `lptune data` counts what is cut off"
@@ -374,7 +313,7 @@ _OTHER_MODELS = ("vision", "llama4", "flux", "clip", "t5", "deepseek", "gemma.",
 
 _OPTIMIZERS = {
     "torch.optim.adamw": ("adamw", ""),
-    "torch.optim.adam": ("adamw", "Adam adds the decay to the gradient; AdamW does not"),
+    "torch.optim.adam": ("adamw", ADAM),
     "bitsandbytes.optim.adamw": ("adamw", ""),
     "bitsandbytes.optim.pagedadamw": ("adamw", PAGED),
     "bitsandbytes.optim.adamw8bit": ("adamw_8bit", ""),
@@ -449,11 +388,8 @@ def _steps_per_epoch(draft: Draft, key: str, value: Any) -> None:
 
 
 def _betas(draft: Draft, key: str, value: Any) -> None:
-    if (
-        not isinstance(value, list)
-        or len(value) != 2
-        or not all(isinstance(beta, float | int) for beta in value)
-    ):
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(isinstance(beta, float | int) for beta in value):
         raise draft.error(key, f"must be a list of two numbers, found {value!r:.60}")
     for number, beta in enumerate(value, 1):
         draft.set(f"optimizer.beta{number}", float(beta), key)

@@ -25,7 +25,7 @@ from lptune.tools.migrate.draft import (
     integer_to,
     later,
     number_to,
-    set_batches,
+    set_accumulated,
     set_defaults,
     to,
 )
@@ -54,11 +54,7 @@ def fill_arguments(draft: Draft, defaults: Mapping[str, object], recomputes: boo
     defaults: those of the tool that differ from the Trainer's. recomputes: whether the tool checkpoints
     activations without being told.
     """
-    key = "per_device_train_batch_size"
-    size, steps = draft.integer(key, 8), draft.integer("gradient_accumulation_steps", 1)
-    set_batches(
-        draft, (size, draft.given(key)), (None, draft.given(key, "gradient_accumulation_steps")), 1, steps
-    )
+    set_accumulated(draft, "per_device_train_batch_size", 8)
     _set_schedule(draft)
     set_offload(draft)
     set_recomputation(draft, recomputes)
@@ -100,11 +96,9 @@ def _set_schedule(draft: Draft) -> None:
         draft.set("schedule.min_lr_ratio", draft.number(f"{more}.min_lr_rate", 0.0), more)
     elif name in SCHEDULES:
         draft.set("schedule.kind", SCHEDULES[name], *draft.given(key))
-        if draft.get(more) is not None:
-            draft.drop(more, NOT_OFFERED)
+        draft.drop_given(NOT_OFFERED, "", more)
     else:
-        for each_key in draft.given(key, more):
-            draft.drop(each_key, NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered")
+        draft.drop_given(NOT_OFFERED, f"{name}: cosine, linear, constant and wsd are offered", key, more)
         draft.ask("schedule.kind", f"{key}: {name} is not offered")
     set_warmup(draft, name)
 
@@ -115,19 +109,17 @@ def set_warmup(draft: Draft, schedule: str, ratio: float | None = None, limit: i
     schedule: their name of it. ratio, limit: where neither key is there.
     """
     if schedule == "constant":  # of transformers, which takes a warmup and ignores it
-        for key in draft.given("warmup_steps", "warmup_ratio"):
-            draft.drop(key, OFF, "the schedule constant has no warmup there")
+        why = "the schedule constant has no warmup there"
+        draft.drop_given(OFF, why, "warmup_steps", "warmup_ratio")
         return
     count = draft.get("warmup_steps")
     if isinstance(count, float) and 0 < count < 1:
         _share_of_steps(draft, draft.number("warmup_steps", 0.0), "warmup_steps")
     elif count is not None and (count != 0 or draft.get("warmup_ratio") is None):
         draft.set("schedule.warmup_steps", draft.integer("warmup_steps", 0, 0), "warmup_steps", note=WARMUP)
-        if draft.get("warmup_ratio") is not None:
-            draft.drop("warmup_ratio", OFF, "warmup_steps holds")
+        draft.drop_given(OFF, "warmup_steps holds", "warmup_ratio")
     else:
-        if count is not None:
-            draft.drop("warmup_steps", OFF)
+        draft.drop_given(OFF, "", "warmup_steps")
         if draft.get("warmup_ratio") is not None:
             _share_of_steps(draft, draft.number("warmup_ratio", 0.0), "warmup_ratio")
         elif ratio is not None:
@@ -196,8 +188,7 @@ def set_float8(draft: Draft) -> None:
         draft.set("precision.kind", "float8_tensorwise", "fp8")
         draft.set("precision.all_gather", "low" if draft.get(key) else "high", *draft.given(key))
     else:
-        for each_key in draft.given("fp8", key):
-            draft.drop(each_key, OFF)
+        draft.drop_given(OFF, "", "fp8", key)
 
 
 def ask_for_source(draft: Draft) -> None:
@@ -215,16 +206,16 @@ def set_held_out(draft: Draft, key: str) -> None:
     elif size > 0:
         note = "of the documents, before they are packed; other rows"
         draft.set("data.eval_fraction", size, key, note=note)
-    elif draft.get(key) is not None:
-        draft.drop(key, OFF)
+    else:
+        draft.drop_given(OFF, "", key)
 
 
 def set_label_smoothing(draft: Draft, key: str) -> None:
     """preference.label_smoothing, which losses without it refuse."""
     if draft.number(key, 0.0) > 0:
         draft.set("preference.label_smoothing", draft.number(key, 0.0), key)
-    elif draft.get(key) is not None:
-        draft.drop(key, OFF)
+    else:
+        draft.drop_given(OFF, "", key)
 
 
 # ---- rules
@@ -299,6 +290,12 @@ def _report_to(draft: Draft, key: str, value: Any) -> None:
             draft.drop(key, NOT_OFFERED, f"{name}: TensorBoard, Weights & Biases and Trackio are")
 
 
+def _project(draft: Draft, key: str, value: Any) -> None:
+    """The project of the trackers that have one (`_report_to`)."""
+    if not {"wandb", "trackio"}.intersection(draft.names("report_to")):
+        draft.drop(key, OFF, "report_to names no tracker with projects")
+
+
 _LAUNCH = drop(NOT_NEEDED, "FSDP2 shards the model; ranks are a flag of `lptune run`")
 _LOGS = drop(NOT_NEEDED, "every step is in metrics.jsonl")
 _LOADER = drop(NOT_NEEDED, "rows are prepared once, before the first step, and always shuffled")
@@ -343,7 +340,7 @@ RULES: Rules = {
     **each("include_num_input_tokens_seen disable_tqdm skip_memory_metrics debug", _LOGS),
     "report_to": _report_to,
     "run_name": drop(NOT_NEEDED, "the tracker's own environment variables"),
-    "project": later,
+    "project": _project,
     **each("eval_strategy evaluation_strategy", drop(BY_DESIGN, "eval_every_steps decides")),
     "eval_steps": integer_to("eval_every_steps"),
     "eval_on_start": if_on(NOT_NEEDED, "a run evaluates before its first step"),

@@ -25,6 +25,7 @@ from lptune.tools.migrate.draft import (
     to,
     walk,
 )
+from lptune.tools.migrate.entries import Entry, keys_of, set_sources, take, take_place
 
 _RECIPES = {"sft": "full_finetune", "dpo": "full_dpo", "kto": "full_kto"}
 _OF_DPO = (
@@ -53,9 +54,8 @@ def fill(draft: Draft) -> None:
         _set_preference(draft)
     else:
         draft.set("kto.beta", draft.number("beta", 0.1), *draft.given("beta"))
-        for key in draft.given("loss_type"):
-            is_kto = draft.get(key) == "kto"
-            draft.drop(key, NOT_NEEDED if is_kto else NOT_OFFERED, "" if is_kto else "kto is offered")
+        why = (NOT_NEEDED, "") if draft.get("loss_type") == "kto" else (NOT_OFFERED, "kto is offered")
+        draft.drop_given(*why, "loss_type")
     defaults = {
         "data.seq_len": trainer.of_row(draft, _LENGTH),
         "compute_dtype": "bfloat16",
@@ -74,11 +74,10 @@ def _command(draft: Draft) -> str:
 
 
 def _set_loss_tokens(draft: Draft) -> None:
-    for key in draft.given("loss_type"):
-        if draft.get(key) == "dft":
-            draft.drop(key, NOT_OFFERED, "dft: the loss is the cross-entropy of the tokens")
-        else:
-            draft.drop(key, NOT_NEEDED, "the loss is computed in chunks")
+    if draft.get("loss_type") == "dft":
+        draft.drop("loss_type", NOT_OFFERED, "dft: the loss is the cross-entropy of the tokens")
+    else:
+        draft.drop_given(NOT_NEEDED, "the loss is computed in chunks", "loss_type")
     ours, keys = "data.train_on_prompt", draft.given("assistant_only_loss", "completion_only_loss")
     if draft.get("assistant_only_loss") or draft.get("completion_only_loss"):
         draft.set(ours, False, *keys)
@@ -110,10 +109,8 @@ def _fill_data(draft: Draft) -> None:
         raise draft.error("datasets", "must be a list of sections with `path`")
     split = draft.given("dataset_train_split")
     if listed:
-        for key in draft.given("dataset_name", "dataset_config"):
-            draft.drop(key, OFF, "datasets holds")
-        entries = [_entry(draft, f"datasets[{i}]", each) for i, each in enumerate(listed)]
-        draft.set("data.source", entries, *(f"datasets[{i}]" for i in range(len(listed))))
+        draft.drop_given(OFF, "datasets holds", "dataset_name", "dataset_config")
+        set_sources(draft, [_entry(draft, f"datasets[{i}]", each) for i, each in enumerate(listed)])
     elif draft.get("dataset_name") is not None:
         name, config = str(draft.get("dataset_name")), draft.get("dataset_config")
         draft.set("data.source", f"{name}:{config}" if config else name,
@@ -134,22 +131,20 @@ def _fill_data(draft: Draft) -> None:
         draft.set("data.eval_source", draft.value_of("data.source"), *keys)
         draft.set("data.eval_split", str(draft.get("dataset_test_split", "test")), *keys)
     else:
-        for key in draft.given("dataset_test_split"):
-            draft.drop(key, OFF, "eval_strategy is no there")
+        draft.drop_given(OFF, "eval_strategy is no there", "dataset_test_split")
 
 
-def _entry(draft: Draft, key: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    path, files = about.get("path"), about.get("data_files")
-    if path in ("json", "csv", "parquet", "text") and isinstance(files, str):
-        path = files
-    elif files is not None or about.get("data_dir") is not None:
-        draft.ask("data.source", f"{key}: files of a hub data set; download them and name them")
-    if not isinstance(path, str):
+def _entry(draft: Draft, key: str, about: Mapping[str, Any]) -> Entry:
+    rest = keys_of(draft, key, about, "path")
+    place, keys = take_place(draft, key, rest, "path")
+    if not isinstance(place, str):
         raise draft.error(key, "names no `path`")
-    if about.get("fraction") is not None:
-        draft.ask("data.source", f"{key}.fraction: the weight of a source counts its own epochs")
-    entry = {"source": f"{path}:{about['name']}" if about.get("name") else path}
-    return entry | ({"split": about["split"]} if about.get("split") else {})
+    found: Entry = {"source": (place, keys, "")}
+    take(rest, key, {"split": "split"}, found)
+    for name in rest:
+        draft.drop(f"{key}.{name}", NOT_OFFERED)
+        draft.ask("data.source", f"{key}.{name}: name the files, and weights of sources, in data.source")
+    return found
 
 
 def _template(draft: Draft, key: str, value: Any) -> None:
@@ -158,10 +153,6 @@ def _template(draft: Draft, key: str, value: Any) -> None:
     else:
         draft.drop(key, BY_DESIGN, "the template of another tokenizer")
         draft.ask("data.chat_template", f"a jinja file with the template of {value}")
-
-
-def _packing_strategy(draft: Draft, key: str, value: Any) -> None:
-    draft.drop(key, BY_DESIGN, "best fit; longer pairs and chats are cut, texts become chunks")
 
 
 _ADAPTER = drop(NOT_NEEDED, "no effect there without an adapter")
@@ -185,7 +176,7 @@ RULES: Rules = {
     "max_prompt_length": drop(BY_DESIGN, "a preference that is too long is dropped and counted"),
     "truncation_mode": drop(BY_DESIGN, "the end is cut"),
     "packing": to("data.packing"),
-    "packing_strategy": _packing_strategy,
+    "packing_strategy": drop(BY_DESIGN, "best fit; longer pairs and chats are cut, texts become chunks"),
     "eval_packing": drop(BY_DESIGN, "held-out rows are packed as training rows are"),
     **each("padding_free pad_to_multiple_of", _ROWS),
     **each("assistant_only_loss completion_only_loss", later),

@@ -1,5 +1,6 @@
 """Draw runs in one HTML file."""
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,9 +40,6 @@ _MAX_RUNS = 50
 @click.option(
     "--svg", "svg_folder", type=PathArgument(), metavar="FOLDER", help="Also each chart as an SVG file."
 )
-@click.option(
-    "--png", "png_folder", type=PathArgument(), metavar="FOLDER", help="Also each chart as a PNG file."
-)
 def report(
     runs: tuple[Path, ...],
     live: bool,
@@ -49,7 +47,6 @@ def report(
     output: Path | None,
     reference: Path | None,
     svg_folder: Path | None,
-    png_folder: Path | None,
 ) -> None:
     """Write one HTML file with the curves, samples, precision plan and config of each RUN (its folder).
 
@@ -64,16 +61,10 @@ def report(
         raise UserError(f"--output: {path} is a folder; give a file, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise UserError(f"--output: there is no folder {path.parent}; make it first")
-    if png_folder is not None:
-        from lptune.tools.report import svg
-
-        svg.check_installed()
-
     read = _write(folders, base, path, refresh_s=REFRESH_S if live else 0)
     click.echo(f"report: {path.absolute()}")
-    for folder, of_svg in ((svg_folder, True), (png_folder, False)):
-        if folder is not None:
-            _write_charts(folder, read, base, of_svg)
+    if svg_folder is not None:
+        _write_charts(svg_folder, read, base)
     if opens:
         import webbrowser
 
@@ -94,21 +85,19 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
     """The folders, each once, and the place of the reference among them."""
     if not runs and reference is None:
         raise UserError("report: give the folder of a run, its output_dir: lptune report runs/my-run")
-    folders = list[Path]()
+    folders = dict[str, Path]()
     for folder in [*runs, *([] if reference is None else [reference])]:
         if not folder.is_dir():
             found = kind_of(folder, follow=True)
             what = f"is {found}" if found else "no such folder"
             raise UserError(f"{folder}: {what}; give the folder of a run, its output_dir")
-        if not any(folder.samefile(other) for other in folders):
-            folders.append(folder)
+        folders.setdefault(os.path.realpath(folder), folder)
     if len(folders) > _MAX_RUNS:
         raise UserError(
             f"report: {len(folders)} runs are more than lines in one chart; give at most {_MAX_RUNS}"
         )
-    if reference is None:
-        return folders, None
-    return folders, next(place for place, folder in enumerate(folders) if folder.samefile(reference))
+    place = None if reference is None else list(folders).index(os.path.realpath(reference))
+    return list(folders.values()), place
 
 
 def _read(folders: Sequence[Path]) -> "list[Run]":
@@ -153,7 +142,7 @@ def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
             click.echo(f"live: {run.folder}: {steps_text(run)}; the page is final", err=True)
 
 
-def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of_svg: bool) -> None:
+def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None) -> None:
     from lptune.tools.report import svg
     from lptune.tools.report.page import arrange
 
@@ -162,9 +151,6 @@ def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None, of
     with write_errors(f"{folder}:", "choose another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
-            if of_svg:
-                text = svg.standalone(chart, shown.names, shown.looks)
-                write_text(folder / f"{chart.slug}.svg", text, shared=True)
-            else:
-                svg.write_png(folder / f"{chart.slug}.png", chart, shown.names, shown.looks)
-    click.echo(f"{len(charts)} charts as {'SVG' if of_svg else 'PNG'}: {folder.absolute()}")
+            text = svg.standalone(chart, shown.names, shown.looks)
+            write_text(folder / f"{chart.slug}.svg", text, shared=True)
+    click.echo(f"{len(charts)} charts as SVG: {folder.absolute()}")

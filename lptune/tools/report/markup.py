@@ -62,9 +62,22 @@ def join(*children: Child) -> Html:
     return Html("".join(parts))
 
 
-def scrolled(table: Html, label: str) -> Html:
-    """A table that scrolls by itself where the screen is narrower, also by keys."""
-    return tag("div", table, klass="wide", role="region", aria_label=label, tabindex="0")
+def heads(texts: Iterable[Child], klass: str = "") -> list[Html]:
+    """Heads of the columns of a table."""
+    return [tag("th", text, scope="col", klass=klass) for text in texts]
+
+
+def table(label: str, heads: Iterable[Html], rows: Iterable[Html]) -> Html:
+    """A table that scrolls by itself where the screen is narrower, also by keys. label: what it is, for those
+    who do not see it.
+    """
+    inner = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
+    return tag("div", inner, klass="wide", role="region", aria_label=label, tabindex="0")
+
+
+def soft(text: str) -> Html | None:
+    """A paragraph in a soft colour; None without text."""
+    return tag("p", text, klass="soft") if text else None
 
 
 def shown(text: str, max_chars: int | None = None) -> str:

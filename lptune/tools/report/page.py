@@ -21,7 +21,7 @@ import lptune
 from lptune.base.files import write_errors, write_text
 from lptune.tools.report import seeds, svg
 from lptune.tools.report.charts import NUM_COLUMNS, NUM_MEANS, Chart, charts, is_any_thinned, number
-from lptune.tools.report.markup import Html, scrolled, tag
+from lptune.tools.report.markup import Html, heads, soft, table, tag
 from lptune.tools.report.run import COLUMNS, LARGE_IS_BAD, MEASURES, Facts, Group, Plan, Run, Sample
 from lptune.tools.report.summary import (
     Summary,
@@ -78,7 +78,7 @@ def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) 
     body = [
         _header(runs, names, numbers),
         _notes(runs, names),
-        _overview(runs, names, numbers, reference),
+        _tiles(runs[0], numbers[0]) if len(runs) == 1 else _summary(runs, names, numbers, reference),
         _by_seed(runs, reference),
         _charts(runs, names, main, others, left_out),
         _shadow(runs, names),
@@ -126,15 +126,15 @@ def _charts(
     runs: Sequence[Run], names: Sequence[str], main: list[Chart], others: list[Chart], left_out: list[str]
 ) -> Html | None:
     if not main and not others:
-        return tag("p", "No step has been written yet.", klass="soft")
-    more = f"Without a chart for want of room: {', '.join(left_out[:30])}." if left_out else None
+        return soft("No step has been written yet.")
+    more = f"Without a chart for want of room: {', '.join(left_out[:30])}." if left_out else ""
     return tag(
         "section",
         tag("h2", "Charts"),
         _legend(runs, names) if len(runs) > 1 else None,
         tag("div", (_figure(chart, runs, names) for chart in main), klass="charts main"),
         tag("div", (_figure(chart, runs, names) for chart in others), klass="charts"),
-        tag("p", more, klass="soft") if more else None,
+        soft(more),
     )
 
 
@@ -280,32 +280,15 @@ def _notes(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
     )
 
 
-def _overview(
-    runs: Sequence[Run], names: Sequence[str], numbers: Sequence[Summary], reference: int | None
-) -> Html:
-    """The tiles of one run, or the table of several."""
-    if len(runs) == 1:
-        return _tiles(runs[0], numbers[0])
-    return tag("section", tag("h2", "Summary"), _table_of_runs(runs, names, numbers, reference))
-
-
 def _by_seed(runs: Sequence[Run], reference: int | None) -> Html | None:
-    """The table of runs that differ in their seed alone, and the picture of its differences."""
+    """The table of runs that differ in their seed alone."""
     rows = seeds.compared(runs, None if reference is None else runs[reference])
     if all(row.n < 2 for row in rows):
         return None
-    heads, *body = seeds.cells(rows)
-    head = tag("thead", tag("tr", (tag("th", text, scope="col") for text in heads)))
-    table = tag("table", head, tag("tbody", (_row(name, texts) for name, *texts in body)))
-    drawn = svg.differences(rows) if any("difference" in row.measured for row in rows) else None
-    return tag(
-        "section",
-        tag("h2", "By seed"),
-        scrolled(table, "Runs that differ in their seed alone"),
-        tag("figure", tag("figcaption", "Held-out loss minus that of the baseline"), drawn)
-        if drawn
-        else None,
-    )
+    first, *body = seeds.cells(rows)
+    label = "Runs that differ in their seed alone"
+    shown = table(label, heads(first), (_row(name, texts) for name, *texts in body))
+    return tag("section", tag("h2", "By seed"), shown)
 
 
 def _tiles(run: Run, numbers: Summary) -> Html:
@@ -345,9 +328,10 @@ def _time_note(run: Run, numbers: Summary) -> str:
     )
 
 
-def _table_of_runs(
+def _summary(
     runs: Sequence[Run], names: Sequence[str], numbers: Sequence[Summary], reference: int | None
 ) -> Html:
+    """The table of several runs."""
     keys = differing_keys([run.config for run in runs])
     key_columns = list(keys)[:MAX_KEY_COLUMNS]
     bases = runs if reference is None else seeds.paired(runs, runs[reference])
@@ -383,16 +367,15 @@ def _table_of_runs(
                 ),
             )
         )
-    heads = [
-        tag("th", "Run", scope="col"),
-        *(tag("th", text, scope="col", klass="num") for text in first),
-        *(tag("th", tag("code", key), scope="col") for key in key_columns),
-        *(tag("th", text, scope="col", klass="num") for text in columns if text not in first),
+    top = [
+        *heads(["Run"]),
+        *heads(first, "num"),
+        *heads(tag("code", key) for key in key_columns),
+        *heads((text for text in columns if text not in first), "num"),
     ]
     left = len(keys) - len(key_columns)
-    more = f"{left} more keys differ: see Configuration." if left else None
-    table = tag("table", tag("thead", tag("tr", heads)), tag("tbody", rows))
-    return tag("div", scrolled(table, "Summary of the runs"), tag("p", more, klass="soft") if more else None)
+    more = f"{left} more keys differ: see Configuration." if left else ""
+    return tag("section", tag("h2", "Summary"), table("Summary of the runs", top, rows), soft(more))
 
 
 def _difference(run: Run, base: Run) -> str:
@@ -459,14 +442,10 @@ def _values_table(chart: Chart, runs: Sequence[Run], names: Sequence[str]) -> Ht
             else:
                 cells.append("")
         rows.append(_row(name, cells))
-    heads = [names[series.run] for series in chart.series] if len(runs) > 1 else [chart.metric.title]
-    head = tag(
-        "tr", tag("th", "step", scope="col"), (tag("th", each, scope="col", klass="num") for each in heads)
-    )
-    table = tag("table", tag("thead", head), tag("tbody", rows))
-    return tag(
-        "details", tag("summary", "Values"), scrolled(table, f"Values: {chart.metric.title}"), klass="values"
-    )
+    texts = [names[series.run] for series in chart.series] if len(runs) > 1 else [chart.metric.title]
+    top = [*heads(["step"]), *heads(texts, "num")]
+    values = table(f"Values: {chart.metric.title}", top, rows)
+    return tag("details", tag("summary", "Values"), values, klass="values")
 
 
 def _row(head: str, cells: Sequence[str]) -> Html:
@@ -486,7 +465,7 @@ def _shadow(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
             else ""
         )
         text = f"Step {last.step:,}, the last of {len(run.shadow.checks):,} checks. {losses}"
-        found += [tag("h3", name) if len(runs) > 1 else None, tag("p", text, klass="soft"), _groups(run)]
+        found += [tag("h3", name) if len(runs) > 1 else None, soft(text), _groups(run)]
     return tag("section", tag("h2", "Low precision against high, by layer"), *found) if found else None
 
 
@@ -494,23 +473,18 @@ def _groups(run: Run) -> Html:
     groups = run.shadow.groups()
     lowest = min((db for group in groups for _, db in group.sqnr_by_block), default=0.0)
     highest = max((db for group in groups for _, db in group.sqnr_by_block), default=0.0)
-    heads = ["Layers", "by block", *(f"worst {text}" for text in MEASURES.values())]
     rows = []
     for group in groups[:_MAX_ROWS]:
         cells = [tag("td", _worst(group, measure), klass="num") for measure in MEASURES]
         bars = tag("td", _bars(group, lowest, highest))
         rows.append(tag("tr", tag("th", tag("code", group.name), scope="row"), bars, cells))
-    head = tag(
-        "tr", (tag("th", text, scope="col", klass="num" if i > 1 else "") for i, text in enumerate(heads))
-    )
+    top = heads(["Layers", "by block"]) + heads((f"worst {text}" for text in MEASURES.values()), "num")
     about = (
         " stands for the number of the block, which follows the worst value in brackets. Bars: gradient SQNR "
         f"of each block, from {lowest:.1f} to {highest:.1f} dB; the lowest of each row is marked."
     )
-    table = tag("table", tag("thead", head), tag("tbody", rows))
-    return tag(
-        "div", scrolled(table, "Shadow check by layer"), tag("p", tag("code", "#"), about, klass="soft")
-    )
+    note = tag("p", tag("code", "#"), about, klass="soft")
+    return tag("div", table("Shadow check by layer", top, rows), note)
 
 
 def _worst(group: Group, measure: str) -> str:
@@ -548,7 +522,7 @@ def _samples(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
                 by_prompt.setdefault(sample.prompt, []).append(sample)
             shown = [_sample(each) for each in list(by_prompt.values())[:MAX_SAMPLES]]
             left = len(by_prompt) - len(shown)
-            more = tag("p", f"{left:,} more are in samples.jsonl.", klass="soft") if left else None
+            more = soft(f"{left:,} more are in samples.jsonl." if left else "")
             block = tag("div", *shown, klass="samples")
             if len(runs) == 1:
                 found += [block, more]
@@ -587,14 +561,13 @@ def _plans(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
     for plan, of in by_plan.items():
         count = f"{plan.kind}: {plan.num_converted} of {len(plan.layers)} linear layers in low precision"
         about = f"{', '.join(of)} · {count}" if len(runs) > 1 else count
-        table = _plan_table(plan)
-        found.append(tag("details", tag("summary", about), table, klass="block", open=len(runs) == 1))
+        layers = _plan_table(plan)
+        found.append(tag("details", tag("summary", about), layers, klass="block", open=len(runs) == 1))
     return tag("section", tag("h2", "Precision plan"), *found)
 
 
 def _plan_table(plan: Plan) -> Html:
     rows = plan.rows()
-    head = tag("tr", (tag("th", text, scope="col") for text in COLUMNS))
     body = [
         tag(
             "tr",
@@ -603,11 +576,9 @@ def _plan_table(plan: Plan) -> Html:
         )
         for row in rows[:_MAX_ROWS]
     ]
-    more = (
-        f"{len(rows) - _MAX_ROWS:,} more rows are in precision_plan.json." if len(rows) > _MAX_ROWS else None
-    )
-    table = scrolled(tag("table", tag("thead", head), tag("tbody", body)), "Precision plan")
-    return tag("div", table, tag("p", more, klass="soft") if more else None)
+    left = len(rows) - _MAX_ROWS
+    more = f"{left:,} more rows are in precision_plan.json." if left > 0 else ""
+    return tag("div", table("Precision plan", heads(COLUMNS), body), soft(more))
 
 
 def _configs(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
@@ -617,14 +588,13 @@ def _configs(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
     keys = differing_keys([run.config for run in runs]) if len(runs) > 1 else {}
     found: list[Html | None] = []
     if keys:
-        head = tag("tr", tag("th", "key", scope="col"), (tag("th", name, scope="col") for name in names))
         body = [
             tag("tr", tag("th", tag("code", key), scope="row"), (tag("td", text) for text in texts))
             for key, texts in list(keys.items())[:_MAX_ROWS]
         ]
-        found.append(scrolled(tag("table", tag("thead", head), tag("tbody", body)), "Keys that differ"))
+        found.append(table("Keys that differ", heads(["key", *names]), body))
     elif len(runs) > 1:
-        found.append(tag("p", "The configs have the same keys and values.", klass="soft"))
+        found.append(soft("The configs have the same keys and values."))
     for run, name in zip(runs, names, strict=True):
         if run.config_text:
             title = "config.yaml" if len(runs) == 1 else f"config.yaml of {name}"

@@ -10,6 +10,7 @@ folder could show a private file on a page that is meant to be passed on. A pipe
 nothing is read beyond a limit.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -413,7 +414,7 @@ def _facts(config: Mapping[str, Any], about: Any, state: Mapping[str, Any], plan
         versions=", ".join(f"{_text(k)} {_text(v)}" for k, v in list(versions.items())[:10])
         if isinstance(versions, dict)
         else "",
-        data=_text(source if isinstance(source, str) else value_text(source)),
+        data=_text(source),
         data_digest=_text(digest)[:16],
         run_id=_text(about.get("id")),
         num_launches=str(len(launches)) if launches else "",
@@ -431,25 +432,12 @@ def _samples(rows: Iterable[Mapping[str, Any]]) -> tuple[Sample, ...]:
 
 
 def _text(value: object, max_chars: int = 200) -> str:
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else value_text(value)
+    return "" if value is None else value_text(value, max_chars)
+
+
+def value_text(value: object, max_chars: int = 200) -> str:
+    """A value of a config as JSON in one line, but text as it is; cut after `max_chars`."""
+    text = (
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    )
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
-
-
-def value_text(value: object, depth: int = 0) -> str:
-    """A value of a config as YAML would have it in one line, cut after 200 characters."""
-    if value is None or isinstance(value, bool):
-        text = {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, float):
-        text = f"{value:g}" if math.isfinite(value) and float(f"{value:g}") == value else repr(value)
-    elif isinstance(value, (list, dict)) and depth > 4:  # no config nests deeper, and Python's stack is short
-        text = "…"
-    elif isinstance(value, list):
-        text = f"[{', '.join(value_text(each, depth + 1) for each in value[:50])}]"
-    elif isinstance(value, dict):
-        pairs = [f"{key}: {value_text(each, depth + 1)}" for key, each in list(value.items())[:50]]
-        text = "{" + ", ".join(pairs) + "}"
-    else:
-        text = str(value)
-    return text if len(text) <= 200 else f"{text[:199]}…"

@@ -1,28 +1,19 @@
-"""A chart as SVG, drawn here, so that the page needs no library and shows without JavaScript; and as PNG.
+"""A chart as SVG, drawn here, so that the page needs no library and shows without JavaScript.
 
 The drawing is 440 units wide and is scaled to its place, 340 to 620 pixels; lines keep their width and the
 style sheet keeps the size of the text. A run has a colour and a dash pattern, so runs can be told apart by
 either. Where a run has many noisy steps there are two lines: a faint one through the smallest and the largest
 value of each pixel column, and a mean through it.
-
-PNG files are drawn by matplotlib, an extra (`plot`), from the same points, axes and styles. It brings its own
-fonts and needs no display, where a converter of SVG would draw text with whatever fonts the machine has.
 """
 
 from collections.abc import Sequence
-from io import BytesIO
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lptune.base.errors import UserError, how_to_install
-from lptune.base.files import write_bytes
-from lptune.tools.report.charts import Axis, Chart, Series, linear
+from lptune.tools.report.charts import Axis, Chart, Series
 from lptune.tools.report.markup import Html, shown, tag
-from lptune.tools.report.rows import Column
-from lptune.tools.report.seeds import Row
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 28
@@ -62,11 +53,6 @@ def styles(num_runs: int, reference: int | None) -> list[Style]:
         found.append(Style(colour, dashes[(colour + num_rounds) % len(dashes)]))
         number += 1
     return found
-
-
-def dash_lengths(style: Style) -> list[float]:
-    """The lengths of dashes and gaps, in pixels; empty for a line without gaps."""
-    return [float(length) for length in style.dash.split()]
 
 
 def draw(chart: Chart) -> Html:
@@ -137,51 +123,6 @@ def standalone(chart: Chart, labels: Sequence[str], looks: Sequence[Style]) -> s
         width=2 * WIDTH,
         height=2 * height,
     )
-
-
-_NAME = 52
-"""Letters of a row's name beside its interval."""
-
-
-def differences(rows: Sequence[Row]) -> Html:
-    """The differences of rows from their baseline, each with its interval, beside a line at 0: an <svg>
-    element for the page, and as it stands also a file, for it brings its colours for white.
-    """
-    found = {row.name: row.measured["difference"] for row in rows if "difference" in row.measured}
-    ends = {name: (each.mean, each.interval or 0.0) for name, each in found.items()}
-    lows, highs = ([mean + side * half for mean, half in ends.values()] for side in (-1, 1))
-    axis = linear(min(0.0, *lows, 0.0), max(0.0, *highs, 0.0))
-    names = [shown(name, _NAME) for name in ends]
-    left, line, bottom = 16 + 6 * max(map(len, names), default=0), 20, TOP + 20 * len(ends)
-    plot = WIDTH // 2
-
-    def x(value: float) -> str:
-        return f"{left + float(axis.place(np.array(value))) * (plot - RIGHT):.1f}"
-
-    grid = "".join(f"M{x(tick)} {TOP}V{bottom}" for tick in axis.ticks)
-    every = -(-len(axis.ticks) // 4)  # labels that have room, that of 0 among them
-    first = int(np.argmin(np.abs(axis.ticks))) % every
-    texts = list(zip(axis.labels, map(x, axis.ticks), strict=True))[first::every]
-    drawn = [
-        tag("rect", klass="paper", width=left + plot, height=bottom + BOTTOM, fill="#fff"),
-        tag("path", klass="grid", d=grid, stroke="#e4e6ea"),
-        tag("path", klass="base", d=f"M{x(0.0)} {TOP}V{bottom}", stroke="#9aa0a8"),
-        *(tag("text", text, x=at, y=bottom + 17, text_anchor="middle") for text, at in texts),
-    ]
-    for number, (name, (mean, half)) in enumerate(zip(names, ends.values(), strict=True)):
-        y = TOP + line // 2 + line * number
-        interval = tag(
-            "path", klass="interval", d=f"M{x(mean - half)} {y}H{x(mean + half)}", stroke=COLOURS[0]
-        )
-        dot = tag("circle", klass="interval", cx=x(mean), cy=y, r=3, fill=COLOURS[0])
-        drawn += [interval, dot, tag("text", name, x=left - 8, y=y + 4, text_anchor="end")]
-    said = "; ".join(f"{name}: {mean:+.4g} ± {half:.4g}" for name, (mean, half) in ends.items())
-    looks = {
-        "font-family": "sans-serif",
-        "font-size": "11",
-        "viewBox": f"0 0 {left + plot} {bottom + BOTTOM}",
-    }
-    return tag("svg", *drawn, xmlns="http://www.w3.org/2000/svg", **looks, role="img", aria_label=said)
 
 
 def run_css(looks: Sequence[Style], colours: Sequence[str], neutral: str) -> str:
@@ -264,73 +205,3 @@ def _x(axis: Axis, values_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]
 
 def _y(axis: Axis, values_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return HEIGHT - BOTTOM - axis.place(values_N) * (HEIGHT - BOTTOM - TOP)
-
-
-_INCHES, _DPI = (6.4, 3.6), 160
-
-
-def check_installed() -> None:
-    """Raises UserError if matplotlib is not installed."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(f"--png: matplotlib is not installed; {how_to_install('plot')}; --svg needs nothing")
-
-
-def write_png(path: Path, chart: Chart, labels: Sequence[str], looks: Sequence[Style]) -> None:
-    """Writes `chart` to `path`. labels, looks: of each run. Raises OSError if it cannot be written."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    # Names of runs are no formulas, and no style file of the user's changes the picture.
-    with mpl.rc_context(
-        {**mpl.rcParamsDefault, "text.parse_math": False, "font.size": 9, "savefig.bbox": None}
-    ):
-        figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_title(chart.title, loc="left", fontsize=11, fontweight="bold")
-        axes.set_xlabel("step")
-        for series in chart.series:
-            look = looks[series.run]
-            colour = NEUTRAL if look.colour is None else COLOURS[look.colour]
-            points = series.points
-            line: dict[str, Any] = {"color": colour, "linewidth": 1.4, "label": shown(labels[series.run], 60)}
-            lengths = dash_lengths(look)
-            if lengths:
-                line |= {"linestyle": (0, lengths), "dash_capstyle": "butt"}
-            if series.mean is not None:
-                axes.plot(*points, color=colour, linewidth=0.7, alpha=0.35, clip_on=False)
-                points = series.mean
-            else:
-                points = _with_breaks(points, series.breaks_N)
-            axes.plot(
-                *points,
-                marker="o" if has_dots(series, chart) else None,
-                markersize=4,
-                clip_on=False,
-                **line,
-            )
-        if chart.y.is_log:
-            axes.set_yscale("log")
-        axes.set_xlim(chart.x.low, chart.x.high)
-        axes.set_ylim(chart.y.low, chart.y.high)
-        axes.set_xticks(chart.x.ticks, chart.x.labels)
-        axes.set_yticks(chart.y.ticks, chart.y.labels)
-        axes.minorticks_off()
-        axes.grid(axis="y", color="#e4e6ea", linewidth=0.8)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        if len(labels) > 1:
-            axes.legend(frameon=False, fontsize=8, handlelength=3.5)
-        content = BytesIO()
-        figure.savefig(content, format="png")
-    write_bytes(path, content.getvalue(), shared=True)
-
-
-def _with_breaks(points: Column, breaks_N: npt.NDArray[np.int64]) -> Column:
-    """The points with a NaN, which ends a line, at each break."""
-    steps_N, values_N = points
-    steps = np.concatenate([steps_N, breaks_N])
-    values = np.concatenate([values_N, np.full(len(breaks_N), np.nan)])
-    order = np.argsort(steps, kind="stable")
-    return Column(steps[order], values[order])

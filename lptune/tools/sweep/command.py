@@ -192,10 +192,9 @@ def _run_all(
     lock = _locked(folder)
     record = Record(folder, Path(planned[0].arguments[0]).stem)
     names = {each.name for each in planned}
-    if others := (record.compared | record.drawn) - names:
-        what = f"{'the table and ' * (not names >= record.compared)}report.html"
+    if others := record.drawn - names:
         click.echo(
-            f"note: {folder}: this sweep replaces {what} of another, which has "
+            f"note: {folder}: this sweep replaces the table and report.html of another, which has "
             f"{len(others)} run(s) that are not in this one; another --output-dir keeps both, `lptune report "
             f"{shlex.quote(str(folder))}` shows all runs",
             err=True,

@@ -12,6 +12,7 @@ run's own values only: a sweep with more values has the same names for the old o
 
 import hashlib
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ MAX_RUNS = 100
 _PAIRS = {"[": "]", "{": "}", "(": ")"}
 _MAX_NAME = 120  # bytes; a file system's limit is 255, and a run adds nothing to the name of its folder
 _MAX_VALUE = 40
-_COUNTED = 10**9  # more runs than that are not counted
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,9 @@ class Grid:
             raise UserError(
                 "sweep: no key has several values, e.g. optimizer.lr=1e-5,3e-5; for one run use `lptune run`"
             )
-        num_runs = 1
-        for found in self.varied.values():
-            num_runs = min(num_runs * len(found), _COUNTED)
+        num_runs = math.prod(map(len, self.varied.values()))
         if num_runs > max_runs:
-            least = "" if num_runs < _COUNTED else "at least "
-            raise UserError(f"sweep: the grid has {least}{num_runs} runs; --max-runs {num_runs} allows that")
+            raise UserError(f"sweep: the grid has {num_runs} runs; --max-runs {num_runs} allows that")
         self.points = list(self._points(values))
 
     def _points(self, values: dict[str, list[str]]) -> list[Point]:

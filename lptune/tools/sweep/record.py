@@ -26,6 +26,7 @@ from lptune.base.files import MAX_BYTES, kind_of, read_bytes, read_object, write
 from lptune.launch.preemption import STOPPED
 
 if TYPE_CHECKING:
+    from lptune.tools.report.run import Run
     from lptune.tools.report.seeds import Row
 
 FILE = "sweep.json"
@@ -64,6 +65,14 @@ class Outcome(NamedTuple):
         words = {0: "done", 3: "diverged", STOPPED: "stopped", None: "not run"}
         return words.get(self.exit_code) or f"failed ({self.exit_code})"
 
+    def read(self) -> "Run | None":
+        """The run in its folder; None if it cannot be read, and so has no numbers."""
+        from lptune.tools.report.run import read_run
+
+        with suppress(UserError):
+            return read_run(self.folder)
+        return None
+
 
 class Record:
     """The record of the sweep in `folder`, of `recipe`. Raises UserError for a sweep.json that is not one, or
@@ -74,17 +83,14 @@ class Record:
         self.path, self._recipe = folder / FILE, recipe
         self.ended: dict[str, Ended] = {}
         self._rows: list[object] = []
-        self.compared = set[str]()
-        """The names of the runs of the table that is there."""
         self.drawn = set[str]()
-        """Those of the runs in report.html."""
+        """The names of the runs in report.html, and in the table that is there."""
         if not kind_of(self.path):
             return
         content = read_object(self.path, todo="move it away")
         try:
             self.ended = {name: Ended(**each) for name, each in content["runs"].items()}
             self._rows = [*content.get("rows", ())]
-            self.compared = {name for row in content.get("rows", ()) for name in row.get("runs", ())}
             self.drawn = {*map(str, content.get("drawn", ()))}
         except (TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{self.path}: is not the record of a sweep ({error}); move it away") from None
@@ -120,19 +126,15 @@ class Record:
             write_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def compare(self, runs: Sequence[Outcome]) -> list[str]:
-        """The table of rows, in Markdown, which goes to table.md, too, its numbers to sweep.json, and the
-        picture of its differences to differences.svg, if there are any. Empty if each row is one run; the
-        table of an earlier sweep is then removed, unless this one was stopped or has no result.
+        """The table of rows, in Markdown, which goes to table.md, too; its numbers go to sweep.json. Empty if
+        each row is one run; the table of an earlier sweep is then removed, unless this one was stopped or has
+        no result.
 
         runs: the first one's row is the baseline.
         """
-        from lptune.tools.report import seeds, svg
-        from lptune.tools.report.run import read_run
+        from lptune.tools.report import seeds
 
-        ended = []
-        for run in runs:
-            with suppress(UserError):  # what cannot be read has no numbers
-                ended += [(run.row, read_run(run.folder))] * (run.exit_code == 0)
+        ended = [(run.row, read) for run in runs if run.exit_code == 0 and (read := run.read())]
         base = next((read for row, read in ended if row == runs[0].row), None)
         rows = seeds.compared([read for _, read in ended], base)
         lines = list[str]()
@@ -148,17 +150,12 @@ class Record:
         with_numbers = zip(rows, numbers, strict=True)
         self._rows = [row._asdict() | {"measured": of} for row, of in with_numbers] if lines else []
         self._write()
-        has_differences = lines and any("difference" in row.measured for row in rows)
-        content = {
-            "table.md": "".join(f"{line}\n" for line in lines),
-            "differences.svg": svg.differences(rows) + "\n" if has_differences else "",
-        }
-        with write_errors(f"{self.path.parent}:", "the same command goes on with the sweep"):
-            for name, each in content.items():
-                if each:
-                    write_text(self.path.with_name(name), each, shared=True)
-                else:
-                    self.path.with_name(name).unlink(missing_ok=True)
+        file = self.path.with_name("table.md")
+        with write_errors(f"{file}:", "the same command goes on with the sweep"):
+            if lines:
+                write_text(file, "".join(f"{line}\n" for line in lines), shared=True)
+            else:
+                file.unlink(missing_ok=True)
         return lines
 
 
@@ -207,23 +204,18 @@ def table(runs: Sequence[Outcome]) -> str:
     end well come last. Each number is the last in metrics.jsonl, of the speeds the median; of a run of
     another config there is none.
     """
-    import numpy as np
-
-    from lptune.tools.report.rows import Rows, read_rows
+    from lptune.tools.report.summary import summary
 
     found = []
     for run in runs:
-        rows = Rows({})
-        with suppress(UserError):  # what cannot be read has no numbers
-            rows = read_rows(run.folder / "metrics.jsonl") if run.is_own else rows
-        losses = [rows[key].finite.values_N for key in ("eval_loss", "loss")]
-        held_out, loss = (float(values_N[-1]) if len(values_N) else None for values_N in losses)
-        speeds_N = rows["tokens_per_s"].finite.values_N
+        read = run.read() if run.is_own else None
+        held_out, loss = (read.final(key) if read else None for key in ("eval_loss", "loss"))
+        speed = summary(read).tokens_per_s if read else None
         cells = (
             "-" if held_out is None else f"{held_out:.4f}",
             "-" if loss is None else f"{loss:.4f}",
-            f"{rows.last_step}" if rows.num_rows else "-",
-            f"{np.median(speeds_N):,.0f}" if len(speeds_N) else "-",
+            f"{read.rows.last_step}" if read and read.rows.num_rows else "-",
+            "-" if speed is None else f"{speed:,.0f}",
             run.word,
             run.name,
         )

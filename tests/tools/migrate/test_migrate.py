@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lptune.base.errors import UserError
 from lptune.cli import catalog, recipe
-from lptune.tools.migrate import command_line, reading
+from lptune.tools.migrate import reading
 from lptune.tools.migrate.draft import UNKNOWN, Draft, leaves
 from lptune.tools.migrate.reading import migrate
 from lptune.tools.migrate.report import counts, to_text, to_yaml
@@ -291,13 +291,14 @@ def test_a_list_of_axolotl_datasets_keeps_the_keys_of_each(tmp_path: Path) -> No
 
 
 def test_the_warmup_and_the_data_sets_that_axolotl_ignores_are_named_and_not_taken(tmp_path: Path) -> None:
-    ignored = {"warmup_steps": 10, "lr_scheduler": "constant"}
+    ignored = {"warmup_steps": 10, "lr_scheduler": "constant", "lr_scheduler_type": "cosine", "project": "a"}
     corpus = [{"path": "b.jsonl", "type": "pretrain"}]
     path = edited(tmp_path, AXOLOTL_8B, lambda it: it.update(ignored, pretraining_dataset=corpus))
     draft = migrate(path)
     assert settings(draft)["schedule.kind"] == "constant"
     assert not settings(draft).get("schedule.warmup_steps")
-    assert {"warmup_steps", "datasets"} <= {each.theirs for each in draft.dropped}
+    named = {each.theirs for each in draft.dropped}
+    assert {"warmup_steps", "datasets", "lr_scheduler_type", "project"} <= named
     assert counts(draft)["lost"] == 0
 
 
@@ -456,7 +457,7 @@ def test_no_value_of_any_key_is_a_traceback_and_no_key_is_lost(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path.suffix == ".sh":
-        _, given = command_line.values(command_line.find(path)[2], path)
+        _, given = reading.arguments_of(reading.command_line(path)[2], path)
         path = written(tmp_path, yaml.safe_dump(given | {"beta": 0.1, "warmup_steps": 5, "seed": 1}))
     original = reading._read(path)
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.cli.conftest import Command, Lptune
 from tests.helpers import cold
+from tests.tools.conftest import wait_for
 
 
 def a_run(folder: Path, num_steps: int = 5, **config: str) -> Path:
@@ -71,33 +72,6 @@ def test_each_chart_becomes_an_svg_file(command: Command, tmp_path: Path) -> Non
     assert err.startswith("error: out/svg: cannot be written: it is a pipe")
 
 
-def test_without_matplotlib_png_is_one_line(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    without = lambda name: None if name == "matplotlib" else find(name)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", without)
-    a_run(tmp_path / "a")
-    code, out, err = command("report", "a", "--png", "x")
-    assert (code, out) == (2, "")
-    assert err.startswith("error: --png: matplotlib is not installed; ")
-    assert err.count("\n") == 1
-    assert not (tmp_path / "a" / "report.html").exists()
-
-
-def test_each_chart_becomes_a_png_file(command: Command, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs the extra `plot`")
-    a_run(tmp_path / "$a$")
-    a_run(tmp_path / "b", num_steps=400)
-    code, _, err = command("report", "$a$", "b", "--reference", "b", "--png", "png")
-    assert (code, err) == (0, "")
-    names = {path.name for path in (tmp_path / "png").iterdir()}
-    assert {"loss.png", "lr.png", "loss-difference.png"} <= names
-    assert (tmp_path / "png" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_a_run_holds_cannot_control_the_terminal(lptune: Lptune, tmp_path: Path) -> None:
     evil = "\x1b[2J"
     run = a_run(tmp_path / "a")
@@ -144,14 +118,9 @@ def start_live(folder: Path) -> subprocess.Popen[str]:
     return cold.start("-c", code, folder=folder)
 
 
-def wait_until(pattern: str, path: Path) -> str:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        text = path.read_text() if path.exists() else ""
-        if re.search(pattern, text):
-            return text
-        time.sleep(0.02)
-    raise AssertionError(f"{pattern} did not appear in {path}")
+def shown(page: Path) -> str:
+    """The text of a page; empty before there is one."""
+    return page.read_text() if page.exists() else ""
 
 
 def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
@@ -160,11 +129,11 @@ def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = start_live(tmp_path)
-        text = wait_until("running, step 5 of 5", page)
-        assert 'http-equiv="refresh"' in text
+        wait_for(lambda: "running, step 5 of 5" in shown(page), process)
+        assert 'http-equiv="refresh"' in shown(page)
         with (run / "metrics.jsonl").open("a") as metrics:
             metrics.write('{"step": 6, "loss": 2.0}\n{"step": 7, "lo')
-        wait_until("running, step 6 of 5", page)
+        wait_for(lambda: "running, step 6 of 5" in shown(page), process)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert out.startswith("report: ")
@@ -178,7 +147,7 @@ def test_ctrl_c_ends_live_with_a_page_that_no_longer_loads_itself(tmp_path: Path
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = start_live(tmp_path)
-        wait_until("running", run / "report.html")
+        wait_for(lambda: "running" in shown(run / "report.html"), process)
         assert process.stderr is not None
         assert "Ctrl-C ends this, not the run" in process.stderr.readline()
         time.sleep(0.2)

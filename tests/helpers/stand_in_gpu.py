@@ -1,9 +1,9 @@
 """A stand-in for a GPU and its driver: Triton compiles for it and launches on it, and nothing runs.
 
 Triton computes everything that it computes for a real GPU, up to the call of the driver in C: it derives the
-compiled kernel from the arguments, and a descriptor of the TMA from a tensor. So the host's work for a launch
-can be timed, and its arguments compared, on a machine without a GPU. The tensors are in the memory of the
-CPU, and no kernel writes to them.
+compiled kernel from the arguments, and a descriptor of the TMA from a tensor. So the arguments of a launch
+can be compared on a machine without a GPU. The tensors are in the memory of the CPU, and no kernel writes to
+them.
 """
 
 import functools
@@ -54,7 +54,7 @@ class _Utils:
 class _Driver:
     """Triton's driver, for a GPU of compute capability `arch`."""
 
-    def __init__(self, arch: int, launched: list[Launched] | None) -> None:
+    def __init__(self, arch: int, launched: list[Launched]) -> None:
         self.utils, self._arch, self.launched = _Utils(), arch, launched
         self.launcher_cls = _launcher
 
@@ -83,8 +83,7 @@ def _launcher(source: Any, metadata: Any) -> Callable[..., None]:
                 final.append(each)
         # Triton keeps compiled kernels with their launchers. The list is that of the active driver.
         launched = triton.runtime.driver.active.launched
-        if launched is not None:
-            launched.append(Launched((x, y, z), function, tuple(_plain(each) for each in final)))
+        launched.append(Launched((x, y, z), function, tuple(_plain(each) for each in final)))
 
     return run
 
@@ -99,11 +98,10 @@ def _plain(argument: Any) -> Any:
 
 
 @contextmanager
-def stand_in_gpu(folder: Path, arch: int = 90, *, recorded: bool = True) -> Iterator[list[Launched]]:
+def stand_in_gpu(folder: Path, arch: int = 90) -> Iterator[list[Launched]]:
     """Within the block, lptune's Triton kernels take CPU tensors for tensors of a GPU; yields all launches.
 
-    folder: for the choices of autotuning, which takes the first configuration. recorded: False: the list
-    stays empty, for timing.
+    folder: for the choices of autotuning, which takes the first configuration.
     """
     launched: list[Launched] = []
     runtime = triton.runtime.driver
@@ -119,7 +117,7 @@ def stand_in_gpu(folder: Path, arch: int = 90, *, recorded: bool = True) -> Iter
         ):
             stack.enter_context(patch(name, functools.partial(_always, result)))
         before = runtime._active
-        runtime.set_active(_Driver(arch, launched if recorded else None))
+        runtime.set_active(_Driver(arch, launched))
         stack.callback(runtime.set_active, before)
         yield launched
 
