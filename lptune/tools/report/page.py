@@ -281,14 +281,21 @@ def _notes(runs: Sequence[Run], names: Sequence[str]) -> Html | None:
 
 
 def _by_seed(runs: Sequence[Run], reference: int | None) -> Html | None:
-    """The table of runs that differ in their seed alone."""
+    """The table of runs that differ in their seed alone, and the picture of its differences."""
     rows = seeds.compared(runs, None if reference is None else runs[reference])
     if all(row.n < 2 for row in rows):
         return None
     first, *body = seeds.cells(rows)
     label = "Runs that differ in their seed alone"
-    shown = table(label, heads(first), (_row(name, texts) for name, *texts in body))
-    return tag("section", tag("h2", "By seed"), shown)
+    drawn = svg.differences(rows) if any("difference" in row.measured for row in rows) else None
+    return tag(
+        "section",
+        tag("h2", "By seed"),
+        table(label, heads(first), (_row(name, texts) for name, *texts in body)),
+        tag("figure", tag("figcaption", "Held-out loss minus that of the baseline"), drawn)
+        if drawn
+        else None,
+    )
 
 
 def _tiles(run: Run, numbers: Summary) -> Html:

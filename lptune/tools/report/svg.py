@@ -12,8 +12,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.tools.report.charts import Axis, Chart, Series
+from lptune.tools.report.charts import Axis, Chart, Series, linear
 from lptune.tools.report.markup import Html, shown, tag
+from lptune.tools.report.seeds import Row
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 12, 28
@@ -123,6 +124,51 @@ def standalone(chart: Chart, labels: Sequence[str], looks: Sequence[Style]) -> s
         width=2 * WIDTH,
         height=2 * height,
     )
+
+
+_NAME = 52
+"""Letters of a row's name beside its interval."""
+
+
+def differences(rows: Sequence[Row]) -> Html:
+    """The differences of rows from their baseline, each with its interval, beside a line at 0: an <svg>
+    element for the page, and as it stands also a file, for it brings its colours for white.
+    """
+    found = {row.name: row.measured["difference"] for row in rows if "difference" in row.measured}
+    ends = {name: (each.mean, each.interval or 0.0) for name, each in found.items()}
+    lows, highs = ([mean + side * half for mean, half in ends.values()] for side in (-1, 1))
+    axis = linear(min(0.0, *lows, 0.0), max(0.0, *highs, 0.0))
+    names = [shown(name, _NAME) for name in ends]
+    left, line, bottom = 16 + 6 * max(map(len, names), default=0), 20, TOP + 20 * len(ends)
+    plot = WIDTH // 2
+
+    def x(value: float) -> str:
+        return f"{left + float(axis.place(np.array(value))) * (plot - RIGHT):.1f}"
+
+    grid = "".join(f"M{x(tick)} {TOP}V{bottom}" for tick in axis.ticks)
+    every = -(-len(axis.ticks) // 4)  # labels that have room, that of 0 among them
+    first = int(np.argmin(np.abs(axis.ticks))) % every
+    texts = list(zip(axis.labels, map(x, axis.ticks), strict=True))[first::every]
+    drawn = [
+        tag("rect", klass="paper", width=left + plot, height=bottom + BOTTOM, fill="#fff"),
+        tag("path", klass="grid", d=grid, stroke="#e4e6ea"),
+        tag("path", klass="base", d=f"M{x(0.0)} {TOP}V{bottom}", stroke="#9aa0a8"),
+        *(tag("text", text, x=at, y=bottom + 17, text_anchor="middle") for text, at in texts),
+    ]
+    for number, (name, (mean, half)) in enumerate(zip(names, ends.values(), strict=True)):
+        y = TOP + line // 2 + line * number
+        interval = tag(
+            "path", klass="interval", d=f"M{x(mean - half)} {y}H{x(mean + half)}", stroke=COLOURS[0]
+        )
+        dot = tag("circle", klass="interval", cx=x(mean), cy=y, r=3, fill=COLOURS[0])
+        drawn += [interval, dot, tag("text", name, x=left - 8, y=y + 4, text_anchor="end")]
+    said = "; ".join(f"{name}: {mean:+.4g} ± {half:.4g}" for name, (mean, half) in ends.items())
+    looks = {
+        "font-family": "sans-serif",
+        "font-size": "11",
+        "viewBox": f"0 0 {left + plot} {bottom + BOTTOM}",
+    }
+    return tag("svg", *drawn, xmlns="http://www.w3.org/2000/svg", **looks, role="img", aria_label=said)
 
 
 def run_css(looks: Sequence[Style], colours: Sequence[str], neutral: str) -> str:

@@ -126,13 +126,13 @@ class Record:
             write_text(self.path, json.dumps(content, indent=1) + "\n")
 
     def compare(self, runs: Sequence[Outcome]) -> list[str]:
-        """The table of rows, in Markdown, which goes to table.md, too; its numbers go to sweep.json. Empty if
-        each row is one run; the table of an earlier sweep is then removed, unless this one was stopped or has
-        no result.
+        """The table of rows, in Markdown, which goes to table.md, too, its numbers to sweep.json, and the
+        picture of its differences to differences.svg, if there are any. Empty if each row is one run; the
+        table of an earlier sweep is then removed, unless this one was stopped or has no result.
 
         runs: the first one's row is the baseline.
         """
-        from lptune.tools.report import seeds
+        from lptune.tools.report import seeds, svg
 
         ended = [(run.row, read) for run in runs if run.exit_code == 0 and (read := run.read())]
         base = next((read for row, read in ended if row == runs[0].row), None)
@@ -150,12 +150,17 @@ class Record:
         with_numbers = zip(rows, numbers, strict=True)
         self._rows = [row._asdict() | {"measured": of} for row, of in with_numbers] if lines else []
         self._write()
-        file = self.path.with_name("table.md")
-        with write_errors(f"{file}:", "the same command goes on with the sweep"):
-            if lines:
-                write_text(file, "".join(f"{line}\n" for line in lines), shared=True)
-            else:
-                file.unlink(missing_ok=True)
+        has_differences = lines and any("difference" in row.measured for row in rows)
+        content = {
+            "table.md": "".join(f"{line}\n" for line in lines),
+            "differences.svg": svg.differences(rows) + "\n" if has_differences else "",
+        }
+        with write_errors(f"{self.path.parent}:", "the same command goes on with the sweep"):
+            for name, each in content.items():
+                if each:
+                    write_text(self.path.with_name(name), each, shared=True)
+                else:
+                    self.path.with_name(name).unlink(missing_ok=True)
         return lines
 
 

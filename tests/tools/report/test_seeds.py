@@ -1,10 +1,13 @@
 """Runs that differ in their seed alone: means, spreads, and differences that are taken seed by seed."""
 
+import itertools
 import math
+import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 
+from lptune.tools.report import svg
 from lptune.tools.report.page import page
 from lptune.tools.report.run import Run, read_run
 from lptune.tools.report.seeds import cells, compared, paired, spread
@@ -114,7 +117,40 @@ def test_the_page_shows_the_rows_and_differences_from_the_run_of_the_same_seed(m
     section = text[text.index("<h2>By seed</h2>") :]
     section = section[: section.index("</section>")]
     assert "+0.12500 ± 0.00000" in section
+    assert section.count("<circle") == 1
     # Each run's own difference, too: 0.125 of all three, where seeds differ by 1.
     assert text[: text.index("<h2>By seed</h2>")].count("+0.1250") == 3
     assert "By seed" not in page([runs[0], runs[3]], 0)
     assert "By seed" in page(runs)
+
+
+def test_the_picture_is_a_file_without_markup_of_a_stranger_and_in_proportion(make_run: MakeRun) -> None:
+    kinds = {"none": 0.0, "<script>a": 0.2, "b": -0.1}
+    runs = [make(make_run, kind, seed, more * seed) for kind, more in kinds.items() for seed in LOSSES]
+    rows = compared(runs, runs[0])
+    root = ElementTree.fromstring(svg.differences(rows))
+    assert {element.tag.rpartition("}")[2] for element in root.iter()} <= {
+        "svg",
+        "rect",
+        "path",
+        "text",
+        "circle",
+    }
+    assert "kind=<script>a" in "".join(root.itertext())
+    dots = [float(each.attrib["cx"]) for each in root.iter() if each.tag.endswith("circle")]
+    zero = float(next(e.attrib["d"] for e in root.iter() if e.get("class") == "base").split()[0][1:])
+    assert dots[0] < zero < dots[1]  # b, then a
+    assert (dots[1] - zero) / (zero - dots[0]) == pytest.approx(2.0, abs=0.01)  # in tenths of a unit
+
+
+def test_the_picture_shows_names_whole_and_ticks_apart(make_run: MakeRun) -> None:
+    kinds = {"none": 0.0, "float8_rowwise_with_gw_hp and more": 0.0021, "b": -0.0011}
+    runs = [make(make_run, kind, seed, more * seed) for kind, more in kinds.items() for seed in LOSSES]
+    root = ElementTree.fromstring(svg.differences(compared(runs, runs[0])))
+    texts = [each for each in root.iter() if each.tag.endswith("text")]
+    assert any(each.text == "kind=float8_rowwise_with_gw_hp and more" for each in texts)
+    ticks = [each for each in texts if each.get("text-anchor") == "middle"]
+    assert "0" in [each.text for each in ticks]
+    ends = [(float(each.attrib["x"]), 3 * len(each.text or "")) for each in ticks]  # a letter is 6 wide
+    for (x, half), (next_x, next_half) in itertools.pairwise(ends):
+        assert x + half < next_x - next_half

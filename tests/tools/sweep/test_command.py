@@ -268,6 +268,7 @@ def test_runs_of_several_seeds_are_one_row_and_its_difference_is_taken_seed_by_s
         ["kind=int8_rowcol", "2", "3.2500 ± 2.8284", "+0.25000 ± 0.00000", "", ""],
         ["kind=int8_tensorwise", "0", "", "", "", why],
     ]
+    assert (folder / "differences.svg").read_text().startswith("<svg ")
     assert "By seed" in (folder / "report.html").read_text()
     assert not (folder / ".error").exists()
 

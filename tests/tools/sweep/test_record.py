@@ -36,9 +36,12 @@ class Sweep:
         return [each["name"] for each in json.loads((self.folder / "sweep.json").read_text())["rows"]]
 
     @property
-    def has_table(self) -> bool:
-        """Whether table.md is there."""
-        return (self.folder / "table.md").exists()
+    def files(self) -> set[str]:
+        """Those of the table."""
+        return {name for name in ("table.md", "differences.svg") if (self.folder / name).exists()}
+
+
+BOTH = {"table.md", "differences.svg"}
 
 
 @pytest.fixture
@@ -50,17 +53,20 @@ def sweep(tmp_path: Path, make_run: MakeRun) -> Sweep:
 def test_a_table_stays_until_there_is_another_and_goes_with_results_that_it_is_not_of(sweep: Sweep) -> None:
     compared = [sweep.outcome(kind, seed) for kind in ("none", "int8") for seed in (1, 2)]
     sweep.end(*compared)
-    assert (sweep.rows, sweep.has_table) == (["kind=none", "kind=int8"], True)
+    assert (sweep.rows, sweep.files) == (["kind=none", "kind=int8"], BOTH)
     # In a repeat, a run that ends, a kill, and a stop or a failure of all leave the rows.
     Record(sweep.folder, "toy").add("seed=1,kind=none", Ended("", 0, 1.0))
     stopped = [compared[0], compared[2]._replace(exit_code=143), compared[1]._replace(exit_code=None)]
     assert sweep.end(*stopped) == []
     assert sweep.end(compared[0]._replace(exit_code=2), compared[2]._replace(exit_code=2)) == []
-    assert (sweep.rows, sweep.has_table) == (["kind=none", "kind=int8"], True)
+    assert (sweep.rows, sweep.files) == (["kind=none", "kind=int8"], BOTH)
+    # One row has no difference: no picture of it, and none that was there.
     assert sweep.end(sweep.outcome("", 1), sweep.outcome("", 2)) != []
-    assert sweep.rows == ["all"]
+    assert (sweep.rows, sweep.files) == (["all"], {"table.md"})
+    assert sweep.end(*compared) != []
+    assert sweep.files == BOTH
     assert sweep.end(compared[0], compared[2]) == []  # each row is one run
-    assert (sweep.rows, sweep.has_table) == ([], False)
+    assert (sweep.rows, sweep.files) == ([], set())
 
 
 def test_a_failed_seed_is_named_in_the_row_of_the_others(sweep: Sweep) -> None:
@@ -80,6 +86,7 @@ def test_a_failed_seed_is_named_in_the_row_of_the_others(sweep: Sweep) -> None:
         ("kind=x", "0", "failed (2): x"),
         ("kind=odd", "0", "seed=1,kind=odd: failed (2): a; seed=2,kind=odd: not run"),
     ]
+    assert sweep.files == BOTH
 
 
 def test_runs_of_one_row_are_those_whose_other_values_are_the_same() -> None:
