@@ -164,7 +164,7 @@ bench-step: .venv/.installed
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 gpu-first:
-	$(PYTHON) benchmarks/gpu_suite.py
+	bash benchmarks/gpu_first.sh
 
 # Sphinx is not what lptune needs, so it has a venv of its own. That sees the packages of .venv, since the API is read off the
 # imported modules. A warning is an error: docs/site/conf.py.

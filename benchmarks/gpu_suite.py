@@ -1,6 +1,6 @@
 """Runs all measurements that need a GPU, in calls of at most nine minutes, or one part at a time.
 
-    python benchmarks/gpu_suite.py [--call 1 2 3 4 5] [--out FOLDER] [--work FOLDER] [--small] …
+    python benchmarks/gpu_suite.py --call 1|2|3|4|5 [--out FOLDER] [--work FOLDER] [--small] …
     python benchmarks/gpu_suite.py --part NAME …
 
     call 1   first      three ops against the reference, GEMMs with clocks, quantizers    first.py
@@ -15,29 +15,36 @@
              1b         training steps of 1B                                              steps.py
              block      a decoder block in every kind, then torchao's                     linear.py
              crossover  layer sizes from which a kind is faster than bf16                 crossover.py
+             fsdp       one rank with and without FSDP2                                   fsdp.py
     call 5   llmq       Qwen2.5 7B as LLM.Q ran it: rows of 1,024, to stand beside its    steps.py
                         19.1k tokens/s in float8 and 13.8k in bf16 on an H100
 
-The most important parts come first. A label whose planned peak the card's memory cannot hold is named and
-not run. A part that fails ends neither the call nor the other parts.
+The most important parts come first. It begins with what is missing on this machine. A part that cannot run
+for that, and a label whose planned peak the card's memory cannot hold, are named and not run (exit code 2
+for the first).
 
 OUT/call-N.jsonl gets each row as soon as it is measured, OUT/call-N.json the results of every part within
 half a second, OUT/call-N.txt the output with its tables. So whatever kills a call, at any moment, what was
 measured is there. No network, checkpoint or data is needed; --checkpoint and --data give `quality` real ones.
---small (the default without a GPU) runs the same commands with sizes that a CPU can finish.
+--wheels FOLDER installs the wheels of that folder first, for this run only. --small (the default without a
+GPU) runs the same commands with sizes that a CPU can finish.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +56,7 @@ CALLS = {
     1: ("first", "first_3b", "tests"),
     2: ("3b",),
     3: ("kernels", "8b", "quality", "variants"),
-    4: ("linear", "1b", "block", "crossover"),
+    4: ("linear", "1b", "block", "crossover", "fsdp"),
     5: ("llmq",),
 }
 LIMITS_S = {
@@ -65,6 +72,7 @@ LIMITS_S = {
     "1b": 180,
     "block": 80,
     "crossover": 120,
+    "fsdp": 120,
     "llmq": 540,
 }
 """Each is also cut at what the call has left."""
@@ -72,6 +80,18 @@ STEPS = ("first_3b", "3b", "8b", "variants", "1b", "llmq")
 """Parts that steps.py runs, whose labels need memory that is planned."""
 SMALL_STEPS = ["--preset", "llama3_2/tiny", "--override", "data.seq_len=64", "--override", "compile=none"]
 KINDS = ("int8_rowcol", "float8_rowwise", "float8_tensorwise")
+NEEDS: dict[str, tuple[str, str, str | None]] = {
+    **{name: (name, "", None) for name in ("torch", "numpy", "omegaconf", "safetensors", "tokenizers")},
+    **{name: (name, "", None) for name in ("huggingface_hub", "jinja2", "click", "tqdm")},
+    "yaml": ("PyYAML", "", None),
+    **{name: (name, "tests", None) for name in ("pytest", "pluggy", "iniconfig", "pygments", "packaging")},
+    "hypothesis": ("hypothesis", "tests", "leaves out the files that import it"),
+    "sortedcontainers": ("sortedcontainers", "tests", "leaves out the files that import hypothesis"),
+    "xdist": ("pytest-xdist", "tests", "runs one test at a time, and may not finish"),
+    "execnet": ("execnet", "tests", "runs one test at a time, and may not finish"),
+    "torchao": ("torchao", "3b 1b linear block", "has no rows of torchao"),
+}
+"""Module -> (wheel, parts that need it, what they do without it). No part: all; None: they do not run."""
 
 
 class Part(NamedTuple):
@@ -107,6 +127,9 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
         if small:
             return script("crossover.py", "--sizes", "64", "--kind", "int8_rowcol", "--dry-run", *until)
         return script("crossover.py", *_each("--kind", KINDS[:2]), "--rounds", "3", "--dry-run", *until)
+    if name == "fsdp":
+        tiny = ["--preset", "llama3_2/tiny", "--seq-len", "64", "--steps", "3", "--compile", "none"]
+        return script("fsdp.py", "--profile", *(tiny if small else []))
     if name == "quality":
         # Autotuning would take longer than these small steps.
         made = script("training.py", *_quality(args), "--out", str(work / "quality"), *until)
@@ -114,8 +137,7 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
     setting, labels = settings(name, args.card_gib)
     options = ["--work", str(work / "steps"), *until]
     if small:
-        has_torchao = importlib.util.find_spec("torchao") is not None
-        labels = [*labels[:2], *["torchao int8_rowcol"] * (name == "3b" and has_torchao)]
+        labels = [*labels[:2], *(["torchao int8_rowcol"] if name == "3b" and not missing("3b") else [])]
         options += SMALL_STEPS
     else:
         labels = [label for label in labels if fits(setting, label, args.card_gib)]
@@ -129,12 +151,43 @@ def _each(option: str, values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (option, value)]
 
 
-def has_room(name: str, card_gib: float) -> bool:
-    """Whether the card holds any label of a part; a part without labels needs little."""
-    if name not in STEPS:
-        return True
-    setting, labels = settings(name, card_gib)
-    return any(fits(setting, label, card_gib) for label in labels)
+def missing(part: str | None = None) -> list[str]:
+    """The modules of NEEDS that are not installed here, all or those that `part` needs."""
+
+    def needed(module: str) -> bool:
+        parts = NEEDS[module][1]
+        return part is None or not parts or part in parts.split()
+
+    return [each for each in NEEDS if needed(each) and importlib.util.find_spec(each) is None]
+
+
+def lacks() -> Iterator[str]:
+    """A line for each package that this machine lacks, and for what it needs to compile."""
+    for module in missing():
+        wheel, parts, without = NEEDS[module]
+        effect = f"{parts or 'every part'} {without or 'cannot run'}"
+        yield f"missing: {wheel}; {effect} until its wheel is in --wheels"
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        yield "missing: a C compiler, without which Triton starts no kernel; install gcc"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        yield f"missing: {header}, without which Triton starts no kernel; install the headers of this Python"
+
+
+def stopped_by(name: str) -> list[str]:
+    """The packages without which a part cannot run and that are missing here."""
+    return [NEEDS[module][0] for module in missing(name) if NEEDS[module][2] is None]
+
+
+def why_not(name: str, args: argparse.Namespace) -> str | None:
+    """Why a part cannot run on this machine; None if it can."""
+    if packages := stopped_by(name):
+        return f"missing: {', '.join(packages)}"
+    if not args.small and name in STEPS:
+        setting, labels = settings(name, args.card_gib)
+        if not any(fits(setting, label, args.card_gib) for label in labels):
+            return "no label fits the card's memory"
+    return None
 
 
 def unfit(name: str, card_gib: float) -> Iterator[str]:
@@ -148,13 +201,17 @@ def unfit(name: str, card_gib: float) -> Iterator[str]:
 
 def _tests(args: argparse.Namespace, json_file: Path) -> Part:
     # Only files with GPU tests, because each worker collects all files that it gets.
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    files = [str(path) for path in paths if "mark.gpu" in path.read_text("utf-8")]
+    texts = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    files = [str(path) for path, text in texts.items() if "mark.gpu" in text]
+    lacking, imports = missing("tests"), re.compile("^(from|import) hypothesis", re.MULTILINE)
+    if {"hypothesis", "sortedcontainers"} & set(lacking):
+        files = [file for file in files if not imports.search(texts[Path(file)])]
     options = ["-q", "-m", "gpu", "-W", "default", "--continue-on-collection-errors"]
     options += ["-p", "no:cacheprovider", "-p", "pytest_results", "-p", "no:benchmark"]
     # One thread each: the workers of xdist are threads enough, and the server that tests fork needs it.
     environment = {"LPTUNE_TEST_RESULTS": str(json_file), "LPTUNE_AUTOTUNE": "0", "OMP_NUM_THREADS": "1"}
-    options += ["-n", "2" if args.small else "12"]
+    if not {"xdist", "execnet"} & set(lacking):
+        options += ["-n", "2" if args.small else "12"]
     if args.small:  # only the tests of the recipe also run on a CPU
         files = [str(ROOT / "tests" / "recipes" / "test_on_gpu.py")]
         options += ["-k", "int8_rowcol"]
@@ -205,19 +262,19 @@ class Call:
         started = time.monotonic()
         entry = self.content["parts"][name] = {"exit": None, "limit_s": limit_s, "results": None}
         self._write()
-        paths = os.pathsep.join(filter(None, [str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]))
-        cut = False
-        process = subprocess.Popen(
-            command,
-            env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"} | more,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            process_group=0,  # its own group, so that its child processes end with it
-        )
+        process, cut = None, False
         try:
+            with _signals_later():  # else one that comes within Popen leaves a part that nobody knows
+                process = subprocess.Popen(
+                    command,
+                    env=_environment(self._args, more),
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    process_group=0,  # its own group, so that its child processes end with it
+                )
             reader = threading.Thread(target=self._copy, args=(process,), daemon=True)
             reader.start()
             while process.poll() is None:
@@ -227,7 +284,8 @@ class Call:
                 if cut:
                     break
         finally:
-            end_group(process)
+            if process is not None:
+                end_group(process)
         reader.join(5)
         assert process.stdout is not None
         process.stdout.close()
@@ -241,7 +299,13 @@ class Call:
     def skip(self, name: str, why: str) -> None:
         """Says and writes why a part is not run."""
         self.say(f"\n=== {name}: not run, {why}")
-        self.content["parts"][name] = {"exit": None, "results": None, "not_run": why}
+        self.content["parts"][name] = {
+            "exit": None,
+            "limit_s": 0,
+            "seconds": 0,
+            "results": None,
+            "not_run": why,
+        }
         self._write()
 
     def finish(self) -> None:
@@ -291,23 +355,68 @@ def _keep_earlier(*files: Path) -> None:
             file.rename(earlier(file))
 
 
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals that end this program arrive after the block. They are not blocked, because a process that
+    starts in the block would inherit that.
+    """
+    received = list[int]()
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            os.kill(os.getpid(), number)
+
+
 def end_group(process: "subprocess.Popen[str]") -> None:
     """Ends a process and all processes in its group: first by SIGTERM, then by SIGKILL."""
-    for sent in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
+    for sent, wait_s in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        try:
             os.killpg(process.pid, sent)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(3)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and _group_lives(process.pid):
+            process.poll()
+            time.sleep(0.05)
+    process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _environment(args: argparse.Namespace, more: dict[str, str]) -> dict[str, str]:
+    paths = [str(ROOT), str(HERE), str(args.work / "site"), os.environ.get("PYTHONPATH", "")]
+    of_all = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    return os.environ | of_all | more
+
+
+def _install(args: argparse.Namespace) -> None:
+    """Installs the wheels and compiles them to bytecode, because torchao warns when it is first compiled."""
+    wheels = [str(wheel) for wheel in sorted(args.wheels.glob("*.whl"))]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade"]
+    subprocess.run([*pip, "--target", str(args.work / "site"), *wheels], check=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--call", type=int, nargs="+", choices=CALLS, default=[*CALLS], help="all by default")
-    parser.add_argument("--part", choices=LIMITS_S, help="this part alone")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--call", type=int, choices=CALLS)
+    which.add_argument("--part", choices=LIMITS_S)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_first"), help="where results go")
     parser.add_argument(
         "--work", type=Path, default=Path("runs/gpu_first/work"), help="for what is thrown away"
     )
+    parser.add_argument("--wheels", type=Path, help="install these wheels first")
     parser.add_argument("--checkpoint", type=Path, help="a Hugging Face folder for `quality`")
     parser.add_argument("--data", type=Path, help="rows for `quality`, with --checkpoint")
     parser.add_argument("--minutes", type=float, default=9.0, help="of a call")
@@ -317,33 +426,35 @@ def main() -> int:
         parser.error("--checkpoint and --data go together")
     for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C, so that the running part ends too
         signal.signal(number, lambda received, _: sys.exit(128 + received))
+    started = time.monotonic()
     for name in ("out", "work", "checkpoint", "data"):
         path = getattr(args, name)
         setattr(args, name, path and path.absolute())
     for folder in (args.out, args.work):
         folder.mkdir(parents=True, exist_ok=True)
+    if args.wheels:
+        _install(args)
+    sys.path.insert(0, str(args.work / "site"))
+    importlib.invalidate_caches()
+    names = CALLS[args.call] if args.call else (args.part,)
+    call = Call(f"call-{args.call}" if args.call else args.part, args)
+    for line in lacks():
+        call.say(line)
     args.card_gib = card_gib()
-    args.small |= not args.card_gib
-    if args.part:
-        return run_parts(args.part, [args.part], args)
-    codes = [run_parts(f"call-{number}", CALLS[number], args) for number in args.call]
-    return next((code for code in codes if code), 0)
-
-
-def run_parts(call_name: str, names: Sequence[str], args: argparse.Namespace) -> int:
-    """Runs the parts of a call in its time; returns the first exit code that is not 0."""
-    started, codes = time.monotonic(), list[int]()
-    call = Call(call_name, args)
     if args.card_gib:
         call.say(f"the card has {args.card_gib:.1f} GiB")
     else:
+        args.small = True
         call.say("no GPU: the small form, whose times say nothing")
+    codes = []
     for name in names:
         if name in STEPS and not args.small:
             for line in unfit(name, args.card_gib):
                 call.say(line)
-        if not args.small and not has_room(name, args.card_gib):
-            call.skip(name, "no label fits the card's memory")
+        why = why_not(name, args)
+        if why is not None:
+            call.skip(name, why)
+            codes.append(2 if stopped_by(name) else 0)
             continue
         left_s = 60 * args.minutes - (time.monotonic() - started) - 10  # to end, and to write
         if left_s < 20:
@@ -358,6 +469,8 @@ def card_gib() -> float:
     """The memory of the GPU in GiB, 0 without one. A process of its own asks, since whoever asks keeps half a
     GiB of it for the CUDA context.
     """
+    if importlib.util.find_spec("torch") is None:
+        return 0.0
     code = (
         "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory)"
     )

@@ -1,10 +1,12 @@
 """The calls for a borrowed GPU: they run, they end on time, and a cut loses only the rest."""
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
 import random
+import runpy
 import subprocess
 import sys
 import time
@@ -101,7 +103,7 @@ def test_no_label_is_run_that_is_not_planned_to_fit(load: Load, tmp_path: Path, 
     suite, planned = load("gpu_suite"), load("planned")
     args = argparse.Namespace(small=False, work=tmp_path, card_gib=card_gib)
     for name in suite.STEPS:
-        if not suite.has_room(name, card_gib):
+        if suite.why_not(name, args) is not None:
             assert (name, card_gib < 100) == ("8b", True)
             assert len(list(suite.unfit(name, card_gib))) == len(planned.LABELS_8B)
             continue
@@ -125,6 +127,41 @@ def test_the_table_of_planned_peaks_is_the_planners(
     setting = planned.Setting("llama3_2/1b")
     peak = planned.plan(setting, "int8_rowcol", tmp_path)
     assert round(peak, 1) == planned.peak_gib(setting, "int8_rowcol")
+
+
+def test_a_missing_package_is_named_and_stops_only_what_needs_it(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite, find_spec = load("gpu_suite"), importlib.util.find_spec
+    args = argparse.Namespace(small=False, work=tmp_path, card_gib=140.0)
+
+    def without(*modules: str) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in modules else find_spec(n))
+
+    without("hypothesis", "pytest")
+    assert ["hypothesis" in line or "pytest" in line for line in suite.lacks()] == [True, True]
+    assert "pytest" in suite.why_not("tests", args)
+    assert suite.why_not("kernels", args) is None
+    without("omegaconf")
+    assert all("omegaconf" in suite.why_not(name, args) for name in suite.LIMITS_S)
+    files = []
+    for missing in ((), ("hypothesis",)):
+        without(*missing)
+        command = suite.part("tests", args, tmp_path / "r.json", 5.0).command
+        files.append({Path(word).name for word in command if word.endswith(".py")})
+    assert files[0] - files[1] == {"test_save.py"}
+
+
+def test_tests_are_collected_without_hypothesis(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoHypothesis:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "hypothesis":
+                raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [NoHypothesis, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "hypothesis", raising=False)
+    runpy.run_path(str(BENCHMARKS.parent / "tests" / "conftest.py"))
 
 
 def test_clocks_are_read_while_something_runs(
@@ -317,9 +354,14 @@ def test_kernels_are_counted_for_what_they_are_for(load: Load, name: str, group:
 
 @pytest.mark.slow
 def test_all_calls_run_on_a_cpu_and_leave_whole_results(tmp_path: Path) -> None:
-    script = str(BENCHMARKS / "gpu_suite.py")
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "LPTUNE_LOGS": ""}
-    command = cold.command(script, "--small", "--out", str(tmp_path), "--work", str(tmp_path / "work"))
+    script = BENCHMARKS / "gpu_first.sh"
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHON": cold.command()[0],
+        "LPTUNE_LOGS": "",
+    }
+    command = ["bash", str(script), "--small", "--out", str(tmp_path), "--work", str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     for number in (1, 2, 3, 4, 5):
