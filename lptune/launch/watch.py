@@ -76,7 +76,7 @@ def print_other(cause: Outcome) -> None:
 
 
 _POLL_S = 0.1
-_SETTLE_S = 1.0  # for the other ranks of this machine to report the same error, so that rank 0 can be quoted
+_SETTLE_S = 2.0  # for the other ranks of this machine to report the same error, so that rank 0 can be quoted
 _VANISHED_S = 0.2  # a rank was killed: no explanation will come
 _LOST_PEER_S = 4.0  # for the machine of the lost peer to report the reason
 _SAVE_S = 30.0  # a peer exits after a save, which ends with a barrier; torchrun waits no longer than this

@@ -68,11 +68,16 @@ class TrafficMode(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.phase = "forward"
         self._seen: dict[Any, Any] = {}
+        self._firsts: dict[int, int] = {}
+        """Storage of a result of a repeated operation -> that of the first one, which compiled code has."""
+        self._kept: list[Any] = []
 
     def enter_phase(self, name: str) -> None:
         """Operations belong to phase `name` from now on; none repeats one of an earlier phase."""
         self.phase = name
         self._seen.clear()
+        self._firsts.clear()
+        self._kept.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -85,7 +90,8 @@ class TrafficMode(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if "empty" in name:  # moves no bytes
             return out
-        key = (func, *(_identity(each) for each in tree_leaves((args, kwargs))))
+        key = (func, *(self._identity(each) for each in tree_leaves((args, kwargs))))
+        is_repeated = not writes and key in self._seen
         self.entries.append(
             Entry(
                 self.phase,
@@ -93,14 +99,24 @@ class TrafficMode(TorchDispatchMode):
                 name,
                 _bytes(inputs),
                 _bytes(results),
-                not writes and key in self._seen,
+                is_repeated,
                 (*inputs[0].shape, inputs[1].shape[1]) if _class_of(func, name) == GEMM else (),
             )
         )
         # Their memory is kept, so that no later tensor gets it. The tensors are not: autograd takes a
         # gradient that nothing else refers to, and copies any other.
-        self._seen[key] = [each.untyped_storage() for each in (*inputs, *results)]
+        storages = [each.untyped_storage() for each in (*inputs, *results)]
+        if is_repeated:
+            for again, first in zip(storages, self._seen[key], strict=True):
+                self._firsts[again._cdata] = self._firsts.get(first._cdata, first._cdata)
+            self._kept += storages
+        else:
+            self._seen[key] = storages
         return out
+
+    def _identity(self, value: Any) -> Any:
+        found = _identity(value)
+        return (self._firsts.get(found[0], found[0]), *found[1:]) if isinstance(found, tuple) else found
 
 
 def _counts(value: Any) -> bool:

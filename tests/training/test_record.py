@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lptune import distributed, linear, models, training
 from lptune.config import PrecisionConfig
-from lptune.distributed import Compiled, World
+from lptune.distributed import World
+from lptune.distributed.compilation import Compiled
 from lptune.hardware.devices import DEVICES, known_device
 
 TOKENS_PER_STEP = 640
