@@ -68,8 +68,9 @@ class TrafficMode(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.phase = "forward"
         self._seen: dict[Any, Any] = {}
-        self._firsts: dict[int, int] = {}
-        """Storage of a result of a repeated operation -> that of the first one, which compiled code has."""
+        self._firsts: dict[tuple[int, int], int] = {}
+        """Storage and version of a result of a repeated operation -> storage of that of the first one, which
+        compiled code has alone. A tensor that is written to is another one."""
         self._kept: list[Any] = []
 
     def enter_phase(self, name: str) -> None:
@@ -107,8 +108,8 @@ class TrafficMode(TorchDispatchMode):
         # gradient that nothing else refers to, and copies any other.
         storages = [each.untyped_storage() for each in (*inputs, *results)]
         if is_repeated:
-            for again, first in zip(storages, self._seen[key], strict=True):
-                self._firsts[again._cdata] = self._firsts.get(first._cdata, first._cdata)
+            for again, first in zip(results, self._seen[key][len(inputs) :], strict=True):
+                self._firsts[again.untyped_storage()._cdata, again._version] = first._cdata
             self._kept += storages
         else:
             self._seen[key] = storages
@@ -116,7 +117,10 @@ class TrafficMode(TorchDispatchMode):
 
     def _identity(self, value: Any) -> Any:
         found = _identity(value)
-        return (self._firsts.get(found[0], found[0]), *found[1:]) if isinstance(found, tuple) else found
+        if not isinstance(found, tuple):
+            return found
+        storage, offset, version, *rest = found
+        return self._firsts.get((storage, version), storage), offset, version, *rest
 
 
 def _counts(value: Any) -> bool:
