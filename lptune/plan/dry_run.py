@@ -76,6 +76,8 @@ class DryRun:
     """Bytes that `parallel.cpu_offload` or `optimizer.cpu_offload` keeps in host memory, as pinned memory
     takes them; with the copies of checkpoint.async_save.
     """
+    copies_bytes: int
+    """Bytes of host memory that the copies of checkpoint.async_save take, likewise; 0 without it."""
     device: Device | None
     """The planned GPU; None: a CPU, or any GPU."""
     collectives: Collectives
@@ -206,6 +208,7 @@ def dry_run(
                 peaks=peaks,
                 resting=resting,
                 host_bytes=_host_bytes(pinned, offloaded, cfg),
+                copies_bytes=_copies_bytes(pinned, cfg),
                 device=device,
                 collectives=collectives,
                 first_collectives=first,
@@ -323,8 +326,11 @@ def _run_steps(
 def _host_bytes(pinned: Counter[str], offloaded: tuple[str, ...], cfg: RunConfig) -> int:
     """What a rank holds in host memory; and, if that is anything, the copies for a save in the background."""
     held = sum(pinned[name] for name in offloaded)
-    copies = pinned[memory.PARAMETERS] + pinned[memory.OPTIMIZER]
-    return held + (copies if held and cfg.checkpoint.async_save else 0)
+    return held + (_copies_bytes(pinned, cfg) if held else 0)
+
+
+def _copies_bytes(pinned: Counter[str], cfg: RunConfig) -> int:
+    return (pinned[memory.PARAMETERS] + pinned[memory.OPTIMIZER]) * cfg.checkpoint.async_save
 
 
 def _count_exchanges(counted: Collectives, optimizer: muon.Muon, times: Mapping[nn.Parameter, int]) -> None:
@@ -516,6 +522,11 @@ def _notes(found: DryRun) -> list[str]:
         notes.append(
             f"{key}.cpu_offload: {held} of each rank take {found.host_bytes / 1e9:,.1f} GB of host memory, "
             f"pinned, a power of two for each tensor{copies}"
+        )
+    elif found.copies_bytes and found.device_type == "cuda":
+        notes.append(
+            f"checkpoint.async_save: copies of a rank's weights and optimizer state take "
+            f"{found.copies_bytes / 1e9:,.1f} GB of host memory, pinned, a power of two for each tensor"
         )
     return [line for note in notes for line in wrapped(note, hang=_HANG)]
 

@@ -430,7 +430,11 @@ def test_cpu_offload_moves_what_it_says_to_the_host() -> None:
     held = sum(kept.peaks["update"][name] for name in states) - counts
     saved = kept.resting[memory.PARAMETERS] + kept.resting[memory.OPTIMIZER] - counts  # by copies
     assert held <= moved.host_bytes < 2 * held  # powers of two
-    copies = dataclasses.replace(offloads, checkpoint=CheckpointConfig(async_save=True))
+    saving = CheckpointConfig(async_save=True)
+    plain = dry_run(dataclasses.replace(CONFIG, checkpoint=saving), tied, 2, named_device("h100"))
+    assert (plain.host_bytes, kept.copies_bytes) == (0, 0)
+    assert saved <= plain.copies_bytes < 2 * saved
+    copies = dataclasses.replace(offloads, checkpoint=saving)
     assert held + saved <= dry_run(copies, tied, 2, named_device("h100")).host_bytes < 2 * (held + saved)
     for phase, times in (("forward", 2), ("backward", 3), ("update", 0)):
         assert not any(moved.peaks[phase][name] for name in states)
