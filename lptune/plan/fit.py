@@ -110,7 +110,7 @@ def heading(found: DryRun, device: Device) -> list[str]:
     held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
     too_much = held > (1 - HEADROOM) * device.memory_bytes
     alone = [f"weights and optimizer state alone take {size_text(held)} on a rank"] if too_much else []
-    return [*alone, "planned instead, one change at a time:"]
+    return [*alone, "planned instead:"]
 
 
 def remedies(
@@ -161,6 +161,7 @@ def remedies(
                 remedy = search.fewest(together)
                 if not remedy or remedy in tried[:-1]:
                     continue
+                tried.append(remedy)
                 yield (result := search.tried(remedy))
                 num_fitting += result.fits and not result.changes_rows
 
