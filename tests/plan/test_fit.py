@@ -125,7 +125,7 @@ def test_each_remedy_was_planned_and_is_what_its_keys_take() -> None:
         ALL_HERE,
         "optimizer.cpu_offload=true",
         "parallel.cpu_offload=true",
-        "optimizer.kind=adamw_8bit activation_checkpointing=full optimizer.master=none parallel.cpu_offload=true",
+        f"{FOR_THE_HOST.partition(' ')[2]} parallel.cpu_offload=true",
     ]  # with all on the host, smaller micro-batches and an update in backward save nothing more
     cfg, num_ranks = _changed(lines[-1])
     again = dry_run(cfg, TINY, num_ranks, device)
