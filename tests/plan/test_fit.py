@@ -1,6 +1,7 @@
 """Whether a plan fits, and what would: each line is a plan that anybody can make again."""
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -311,13 +312,18 @@ def test_a_change_of_the_rows_of_a_step_is_said_and_one_that_keeps_them_is_looke
     assert fitting[0].endswith("fits; a step has 1 row and not 16: that trains differently")
     assert fitting[1].endswith("fits")
 
-    # Also where that needs a second change: moments on the host alone change the rows again.
-    def of_both(cfg: FinetuneConfig, _: int) -> int:
-        return 10 if cfg.optimizer.in_backward and cfg.optimizer.cpu_offload else 91
+    # Also where each needs a second change.
+    def of_two(cfg: FinetuneConfig, _: int) -> int:
+        moments = cfg.optimizer.in_backward and cfg.optimizer.cpu_offload
+        return 10 if moments or (cfg.parallel.cpu_offload and cfg.optimizer.kind == "adamw_8bit") else 91
 
-    monkeypatch.setattr(fit, "dry_run", _planned_as(of_both))
-    fitting = [each for each in remedies(cfg, TINY, 1, device, holds(0)) if ", fits" in each]
-    assert keys_of(fitting) == ["optimizer.in_backward=true optimizer.cpu_offload=true global_batch_size=1"]
+    monkeypatch.setattr(fit, "dry_run", _planned_as(of_two))
+    for host_bytes in (math.inf, 1.0):
+        found = fit.remedies(cfg, TINY, 1, device, holds(0), host_bytes=host_bytes)
+        assert [each.words for each in found if each.fits] == [
+            "optimizer.in_backward=true optimizer.cpu_offload=true global_batch_size=1",
+            "optimizer.kind=adamw_8bit parallel.cpu_offload=true parallel.reduce_every_micro_batch=true",
+        ]
 
 
 def test_a_change_that_cannot_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
