@@ -56,7 +56,7 @@ def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[.
 
     for name in _OF_A_LAUNCH:
         of_ranks = click.option(name, hidden=True, expose_value=False)(of_ranks)
-    return of_ranks
+    return click.option("-v", "--verbose", is_flag=True, hidden=True, expose_value=False)(of_ranks)
 
 
 _OF_A_LAUNCH = (
@@ -67,6 +67,12 @@ _OF_A_LAUNCH = (
     "--rdzv-id",
     "--node-rank",
     "--local-addr",
+    "--master-addr",
+    "--master-port",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--local-ranks-filter",
 )
 
 

@@ -110,7 +110,7 @@ def heading(found: DryRun, device: Device) -> list[str]:
     held = found.resting[memory.PARAMETERS] + found.resting[memory.OPTIMIZER]
     too_much = held > (1 - HEADROOM) * device.memory_bytes
     alone = [f"weights and optimizer state alone take {size_text(held)} on a rank"] if too_much else []
-    return [*alone, "planned instead, one change at a time:"]
+    return [*alone, "planned instead:"]
 
 
 def remedies(
@@ -131,6 +131,7 @@ def remedies(
     host memory nor more ranks: these together. If nothing does, or only with other rows in a step: with host
     memory, then also with more ranks.
     Of changes that fit together, those that are not needed are left out again, the most expensive first.
+    Where they then change the rows of a step, those that keep them are tried, too.
     Changes that cannot fit are not tried. found: the plan of `cfg` as it is. step, frozen_config: as of
     `dry_run`. same_ranks: without more ranks. host_bytes: that a rank may take of its host.
     """
@@ -161,8 +162,14 @@ def remedies(
                 remedy = search.fewest(together)
                 if not remedy or remedy in tried[:-1]:
                     continue
+                tried.append(remedy)
                 yield (result := search.tried(remedy))
                 num_fitting += result.fits and not result.changes_rows
+                keeping = [each for each in together if _IN_BACKWARD not in each]
+                if result.fits and result.changes_rows and search.tried(search.joined(keeping)).fits:
+                    tried.append(search.fewest(keeping))
+                    yield search.tried(tried[-1])
+                    num_fitting += 1
 
 
 @dataclasses.dataclass

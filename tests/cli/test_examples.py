@@ -109,6 +109,9 @@ def test_the_arguments_can_be_checked_without_a_launch(command: Command) -> None
     code, _, stderr = command("validate", *_arguments_of_job({})[1:], "micro_batch_size=3")
     assert code == 2
     assert "micro_batch_size" in stderr
+    more = ("-v", "--log-dir=logs", "--redirects=3", "--tee", "3", "--local-ranks-filter=0")
+    more += ("--master-port=1", "--master-addr", "a")
+    assert command("validate", *more, *_arguments_of_job({})[1:])[0] == 0
 
 
 @linux_only
