@@ -8,6 +8,7 @@
     stochastic.py by row, by column, by tensor, to bfloat16, rounded stochastically
     grouped.py    INT8 and float8 GEMMs of groups (experts), and their quantizer by columns
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
+    hopper.py     the same GEMMs for Hopper, in Gluon
     blocks.py     one scale per block: the quantizers
     block_mm.py   one scale per block: the GEMM, which applies them inside its sum
     launch.py     properties of the device, and measuring
