@@ -7,7 +7,7 @@
 2. Every way to multiply at one large shape, on random data (zeros are faster) and under CUDA graphs, with the
    clock and the power that nvidia-smi reads meanwhile. A GEMM in 8 bits is limited by power, so two times can
    be compared only if the clocks are known.
-3. Quantizers, and the turned copy of 8 bits, against a plain copy of as many bytes.
+3. Quantizers, and the transposed copy of 8 bits, against a plain copy of as many bytes.
 
 Each row is written as soon as it is measured; a way that fails is named, and the others are still measured.
 """
@@ -60,7 +60,7 @@ def computed(shape: tuple[int, int, int], device: str) -> dict[str, Tensor]:
         g_rows, g_columns = kernels.quantize_rows_and_columns(
             g, fmt, multiplier_1K=folded, transposed=transposed
         )
-        of_tensor, turned = kernels.quantize_tensor_both_ways(g, fmt)
+        of_tensor, transposed = kernels.quantize_tensor_both_ways(g, fmt)
         found |= {
             f"{fmt} quantize_rows": x_rows.q_MK,
             f"{fmt} quantize_rows, scales": x_rows.scale_M1,
@@ -69,7 +69,7 @@ def computed(shape: tuple[int, int, int], device: str) -> dict[str, Tensor]:
             f"{fmt} quantize_rows_and_columns, columns": g_columns.q_MK,
             f"{fmt} quantize_rows_and_columns, scales": g_columns.scale_1K,
             f"{fmt} quantize_tensor_both_ways": of_tensor.q_MK,
-            f"{fmt} quantize_tensor_both_ways, turned": turned,
+            f"{fmt} quantize_tensor_both_ways, transposed": transposed,
         }
         w_turned = kernels.quantize_rows(w, fmt, transposed=transposed).q_MK
         column_scales = g_columns.scale_1K.t(), x_columns.scale_1K

@@ -1,9 +1,9 @@
 """The map between the tensors of a Hugging Face folder and the parameters of a model, and reading by it.
 
 Most stored tensors are one parameter, under the same name. A model may also join several into one parameter
-(the experts of a mixture), cut one into several (a fused projection), turn or rename it. The model says so
-for each parameter, as a list of boxes (`Backbone.stored_as`, `models.Part`). `match_tensors` checks the map
-against the headers, from both sides, before a weight is read:
+(the experts of a mixture), cut one into several (a fused projection), transpose or rename it. The model says
+so for each parameter, as a list of boxes (`Backbone.stored_as`, `models.Part`). `match_tensors` checks the
+map against the headers, from both sides, before a weight is read:
 
     reads     parameter      -> the boxes of stored tensors that fill it       (hf.py)
     writes    stored tensor  -> the boxes of parameters that it consists of    (export.py)

@@ -192,7 +192,7 @@ def _read_later(files: StoredFiles, stored: Stored, casts: bool) -> Callable[[],
 
 @torch.no_grad()
 def _fill(files: StoredFiles, weight: Stored, casts: bool) -> None:
-    """Loads a weight that is not stored in place (int8_weight.py of linear); needs all its values at once."""
+    """Loads a weight that is not stored in place (linear/weights/int8_weight.py); needs all its values."""
     values = dequantized(weight.tensor)
     _read_later(files, replace(weight, tensor=values), casts)()
     beside = dict[str, Tensor]()

@@ -310,7 +310,7 @@ class Run:
         """Saves the state after `step` as checkpoints/step-N: tensors of the model, the optimizer and low
         precision, and state.json; in the background if checkpoint.async_save. A collective.
 
-        eval_loss, wait, errors: as of `CheckpointWriter.save`.
+        eval_loss, wait: as of `CheckpointWriter.save`.
         """
         assert self._state is not None, "check_continues comes first: it says what checkpoints record"
         content, low = {**self._state.content, **self._trained.counts()}, self._trained.low.state()

@@ -2,7 +2,7 @@
 
     listed by                                     name             tensors
     the model                                     NAME             its parameters, as float values
-    a quantized weight (weights/int8_weight.py)   PREFIX/NAME      tensors beside the values
+    a quantized weight (linear/weights/)          PREFIX/NAME      tensors beside the values
     the optimizer (training/listed.py)            KEY/NAME         its state of the parameter NAME
     the caller of `CheckpointWriter.save`         any              amax histories, averages of weights, ...
 

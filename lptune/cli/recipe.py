@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import importlib.util
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -122,6 +123,15 @@ def _load(path: Path) -> Any:
     gc.disable()
     try:
         spec.loader.exec_module(module)
+    except ImportError as error:
+        # Of what the recipe itself imports. An import within lptune that fails is a bug, with its traceback.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        if place.filename != module.__file__ or (error.name or "").partition(".")[0] != "lptune":
+            raise
+        raise UserError(
+            f"{path}: line {place.lineno}: {error.msg.partition(' (')[0]}; if it is a copy from another "
+            "version of lptune, make a new one with `lptune cp` and repeat your changes there"
+        ) from None
     finally:
         gc.enable()
     gc.freeze()

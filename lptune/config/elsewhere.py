@@ -95,7 +95,7 @@ VALUES = {
         **dict.fromkeys(("bf16", "bfloat16", "high", "16", "amp"), _COMPUTE),
         **dict.fromkeys(("fp32", "float32", "32"), "none, with compute_dtype=float32"),
         **dict.fromkeys(("fp8", "float8", "e4m3"), _FLOAT8),
-        **dict.fromkeys(("fp16", "float16", "int4", "nf4", "fp4", "nvfp4", "mxfp4", "4bit"), ""),
+        **dict.fromkeys(("fp16", "float16", "nf4", "fp4", "nvfp4", "mxfp4", "4bit"), ""),
         "8bit": "int8_rowcol",
         "tensorwise": "float8_tensorwise",
         "rowwise": "float8_rowwise",

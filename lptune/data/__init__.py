@@ -1,8 +1,7 @@
-"""Data: files and hub datasets -> documents -> tokens -> packed rows -> batches. Imports `lptune.config`
-alone.
+"""Data: files and hub datasets -> documents -> tokens -> packed rows -> batches.
 
     tokenizer = load_tokenizer(checkpoint_folder, cfg.data.chat_template)
-    train, evaluation, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=model.vocab_size)
+    train, evaluation, report = prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=base.config.vocab_size)
     loader = Loader(train, seed=cfg.seed, global_batch_size=32, micro_batch_size=4, rank=0, num_ranks=1)
     batches = loader.micro_batches(step)
 
@@ -10,7 +9,6 @@ The result is a function of the files, the config and the seed: rows, order and 
 process, on any number of ranks.
 """
 
-from lptune.config import check_batches
 from lptune.data.packing import Packing, pack
 from lptune.data.prepare import (
     EvaluationRows,
@@ -38,7 +36,6 @@ __all__ = [
     "PromptWriter",
     "Rows",
     "Tokenizer",
-    "check_batches",
     "check_same_tokens",
     "end_ids",
     "evaluation_batches",

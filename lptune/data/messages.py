@@ -63,7 +63,7 @@ def is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def is_learned(values: Mapping[str, Any], where: str, keys: Sequence[str] = LOSS_KEYS) -> bool | None:
+def is_learned(values: Mapping[str, Any], where: str) -> bool | None:
     """Whether `values` say by one of LOSS_KEYS that they are learned; None if they do not say.
 
     Raises RowError for a value that is neither yes nor no, for contradicting keys, and for an unknown key
@@ -72,13 +72,13 @@ def is_learned(values: Mapping[str, Any], where: str, keys: Sequence[str] = LOSS
     for key, value in values.items():
         says_no = isinstance(value, (bool, int, float)) and value == ("mask" in key.lower())
         may_say_no = says_no or (isinstance(value, (list, dict)) and value)
-        if may_say_no and key not in keys and _ABOUT_LOSS.search(key):
+        if may_say_no and key not in LOSS_KEYS and _ABOUT_LOSS.search(key):
             raise RowError(
                 f"{where} has {key}: {_short(value)}, which may say that it, or a part of it, is not "
                 "learned; remove the key, or write weight 0 for a message that is not learned"
             )
     said = {}
-    for key in keys:
+    for key in LOSS_KEYS:
         value = values.get(key)
         if is_missing(value):
             continue

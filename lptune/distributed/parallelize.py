@@ -383,5 +383,5 @@ def _varlen_ops() -> list[Any]:
 
 def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Not PREFER_RECOMPUTE, which the compiler also assumes without a context function. With it torch 2.11
-    # keeps the outputs of two 8-bit GEMMs of a block, and all turned weights: 8B did not fit an H200.
+    # keeps the outputs of two 8-bit GEMMs of a block, and all transposed weights: 8B did not fit an H200.
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.MUST_RECOMPUTE

@@ -36,5 +36,5 @@ def read_tasks(cfg: HarnessConfig, tokenizer: Tokenizer, world: World) -> "Tasks
     except (ImportError, OSError) as error:
         what = f"harness.tasks: lm_eval cannot be imported: {error}"
         raise UserError(f"{what}; {how_to_install('eval')}") from None
-    with machine_first(world):  # one rank downloads; the others read its cache
+    with machine_first(world, "reading harness.tasks"):  # one rank downloads; the others read its cache
         return Tasks(cfg)

@@ -1,6 +1,6 @@
 """Quantizing some rows of a matrix whose other rows are on other ranks, and measuring them before.
 
-The rows of a rank are quantized by the amaxes of the whole matrix, on which ranks agree (weight_amax.py). So
+The rows of a rank are quantized by the amaxes of the whole matrix, on which ranks agree (linear/weights). So
 the caller gives the amaxes, and one pass over the rows is enough. It also rounds a float32 master to the
 compute dtype. `block_amaxes` measures rows whose first one may lie inside a block.
 """

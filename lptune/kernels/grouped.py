@@ -11,7 +11,7 @@ however many groups have rows.
     grad_weight          `grouped_outer`  each group contracts over its own rows
 
 The columns that `grouped_outer` contracts are quantized as the device wants them. The tensor cores of a GPU
-want them turned, and each group at a multiple of 128 rows ("in runs").
+want them transposed, and each group at a multiple of 128 rows ("in runs").
 
 The products of a group are those of `scaled_mm`, bit for bit. A group without rows multiplies nothing, and
 its grad_weight is 0.
@@ -55,7 +55,7 @@ def grouped_mm(
     by_rows: bool,
     emulate: bool = False,
 ) -> Tensor:
-    """For each group: its rows of a times its matrix of b, turned if `by_rows`, with the scales applied.
+    """For each group: its rows of a times its matrix of b, transposed if `by_rows`, with the scales applied.
 
     a_SC: int8 or float8; C is K if `by_rows`, else N. b_RK: (E * N, K), the matrices of all groups.
     scale_a_S1: float32 (S, 1). scale_b_R1: float32 (E * N, 1), only if `by_rows`; None: 1. ends_E: int32, the
@@ -63,8 +63,8 @@ def grouped_mm(
     """
     assert scale_b_R1 is None or by_rows
     if _by_triton(a_SC, a_SC.shape[1], emulate):
-        # If not by_rows: the matrices turned, so that products contract along rows.
-        b = b_RK if by_rows else triton_kernels().turned(b_RK, ends_E.shape[0])
+        # If not by_rows: the matrices transposed, so that products contract along rows.
+        b = b_RK if by_rows else triton_kernels().transposed(b_RK, ends_E.shape[0])
         out: Tensor = triton_kernels().grouped_mm(a_SC, b, scale_a_S1, scale_b_R1, ends_E, out_dtype)
         note(layer, gemm)
         return out

@@ -18,36 +18,7 @@ standard library alone, since a run listens to signals before it imports anythin
 """
 
 from lptune.launch.hangs import hang_timeout_s
-from lptune.launch.log import LOGS, keep_log, move_logs, redirect_output
-from lptune.launch.outcome import (
-    LAUNCHER,
-    LEAVING,
-    OUTCOMES,
-    Outcome,
-    Rank,
-    announce,
-    hold,
-    outcome_of,
-    read_outcomes,
-    read_ranks,
-    write_outcome,
-)
+from lptune.launch.log import keep_log
+from lptune.launch.outcome import LAUNCHER, hold
 
-__all__ = [
-    "LAUNCHER",
-    "LEAVING",
-    "LOGS",
-    "OUTCOMES",
-    "Outcome",
-    "Rank",
-    "announce",
-    "hang_timeout_s",
-    "hold",
-    "keep_log",
-    "move_logs",
-    "outcome_of",
-    "read_outcomes",
-    "read_ranks",
-    "redirect_output",
-    "write_outcome",
-]
+__all__ = ["LAUNCHER", "hang_timeout_s", "hold", "keep_log"]

@@ -187,7 +187,7 @@ class Meeting:
 def meet(point: MeetingPoint, told: Told) -> Meeting:
     """Waits until the launchers of all machines have come, and have told the same as this one.
 
-    told: what this machine runs (agreement.py). Prints a line after 15 s. Raises UserError, on every machine,
+    told: what this machine runs (`tell`). Prints a line after 15 s. Raises UserError, on every machine,
     if two of them run different things, and on this one at once for what waiting cannot mend;
     UnavailableError if the others do not come within `join_timeout_s`.
     """

@@ -75,7 +75,7 @@ class _GroupedGemms(torch.autograd.Function):
 
 
 def multiply_groups(x_SC: Tensor, w_RK: Tensor, ends_E: Tensor, *, by_rows: bool) -> Tensor:
-    """Each group's rows of x times its matrix of w (E * N, K), turned if `by_rows`."""
+    """Each group's rows of x times its matrix of w (E * N, K), transposed if `by_rows`."""
     w_ENK = w_RK.unflatten(0, (ends_E.shape[0], -1))
     return F.grouped_mm(x_SC, w_ENK.transpose(1, 2) if by_rows else w_ENK, offs=ends_E)
 

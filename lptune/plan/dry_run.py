@@ -456,6 +456,7 @@ def precision_lines(plan: linear.Plan) -> list[str]:
         leaf = layer.name.rpartition(".")[2]
         key = (*how, layer.reason or "")
         rows.setdefault(key, {}).setdefault(shape, []).append(leaf)
+    width = 2 + max(14, *(len(shape) for shapes in rows.values() for shape in shapes))
     for (output, grad_input, grad_weight, gather, reason), shapes in rows.items():
         if reason:
             summary += wrapped(f"high precision, {reason}:", hang=_HANG)
@@ -469,7 +470,7 @@ def precision_lines(plan: linear.Plan) -> list[str]:
         for shape, leaves in shapes.items():
             counts = [(name, leaves.count(name)) for name in dict.fromkeys(leaves)]
             names = [name if count == 1 else f"{count} {name}" for name, count in counts]
-            summary += wrapped(f"{shape:<16}{', '.join(names)}", indent=2, hang=_HANG)
+            summary += wrapped(f"{shape:<{width}}{', '.join(names)}", indent=2, hang=_HANG)
     return [*summary, *(part for line in frozen for part in wrapped(line))]
 
 

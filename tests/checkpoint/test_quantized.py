@@ -459,7 +459,7 @@ def test_weights_are_those_that_transformers_dequantizes(layout: str, tmp_path: 
     assert len(ours) > 20
     for name, parameter in ours.items():
         wanted = theirs[name.removesuffix(".weight")] if name not in theirs else theirs[name]
-        if wanted.dim() == 3:  # our experts are one matrix, theirs turned
+        if wanted.dim() == 3:  # our experts are one matrix, theirs transposed
             wanted = wanted.transpose(1, 2).reshape(parameter.shape)
         rounds = layout in ("float8_rows", "int4_groups") and "_proj.weight" in name
         found = parameter.bfloat16().float() if rounds else parameter

@@ -295,6 +295,7 @@ def here(tmp_path: Path) -> Path:
     config = "model: {path: tiny}\ndata: {source: builtin}\ndevice: cpu\n"
     for name, text in {
         "toy.py": "def main(cfg: FinetuneConfig) -> None: pass\n",
+        "old.py": "from lptune.training import is_due\ndef main(cfg: FinetuneConfig) -> None: pass\n",
         **RECIPES,
         "toy.yaml": config,
         "mine.yaml": "model: {path: here}\ndata: {source: rows.jsonl}\nglobal_batch_size: 4\n",
@@ -356,6 +357,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("run untyped.py --config toy.yaml", "untyped.py: line 1: annotate main's parameter: main(cfg: FinetuneConfig)"),
     ("run int.py --config toy.yaml", "int.py: the annotation 'int' of main's first parameter is not a config class"),
     ("run binary.py --config toy.yaml", "binary.py: is not a Python file"),
+    ("run old.py --config toy.yaml", "old.py: line 1: cannot import name 'is_due' | another version | `lptune cp`"),
     ("validate list.yaml", "list.yaml: must hold `key: value` lines, found a list"),
     ("validate toy.yaml optimzer.lr=1e-4", "argument 'optimzer.lr=1e-4': unknown key | did you mean 'optimizer'?"),
     ("validate toy.yaml precision.kind=int8", "'precision.kind=int8' | of its 12 choices | mean 'int8_rowcol'?"),

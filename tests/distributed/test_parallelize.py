@@ -118,7 +118,7 @@ def test_selective_checkpointing_recomputes_no_gemm_and_full_recomputes_all_outp
 def test_a_compiled_block_that_is_recomputed_keeps_its_input_and_weights_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # As on a GPU, where a GEMM wants its operands turned: torch 2.11 kept these and outputs of GEMMs as well.
+    # As on a GPU, where a GEMM wants its operands transposed: torch 2.11 kept these and outputs of GEMMs.
     for module in (kernels, rowwise):
         monkeypatch.setattr(module, "k_major", lambda device: True)
     kept: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ def test_a_compiled_block_that_is_recomputed_keeps_its_input_and_weights_alone(
         inner = model.facts.intermediate_size
     assert kept
     assert (2 * 48, inner) not in [tuple(each.shape) for each in kept]
-    assert all(each.is_contiguous() for each in kept if each.dtype == torch.int8)  # turned ones are not
+    assert all(each.is_contiguous() for each in kept if each.dtype == torch.int8)  # transposed ones are not
 
 
 def test_a_compiled_graph_is_taken_from_disk_by_the_checkpointing_that_made_it_alone(

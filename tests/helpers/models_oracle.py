@@ -181,13 +181,13 @@ def twins(content: dict[str, Any], seed: int = 0) -> Twins:
     return Twins(ours, theirs)
 
 
-def random_tokens(batch: int, seq_len: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, 256, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+def random_tokens(batch: int, seq_len: int) -> Tensor:
+    return torch.randint(0, 256, (batch, seq_len), generator=torch.Generator().manual_seed(1))
 
 
-def random_labels(tokens_BS: Tensor, seed: int = 2) -> Tensor:
+def random_labels(tokens_BS: Tensor) -> Tensor:
     """Some word for two tokens in three, no loss on the third."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(2)
     labels_BS = torch.randint(0, 256, tokens_BS.shape, generator=generator)
     return labels_BS.masked_fill(torch.rand(tokens_BS.shape, generator=generator) < 1 / 3, -100)
 

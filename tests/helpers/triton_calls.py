@@ -165,7 +165,7 @@ def grouped_calls() -> dict[str, tuple[Callable[..., object], list[Tensor]]]:
             lambda x, m, where: by_row.quantize_rows(x, m, "int8", False, False, ends_E=where),
             [matrix(64, 256), of_b, where],
         ),
-        "turned": (lambda w: grouped.turned(w, 4), [b]),
+        "transposed": (lambda w: grouped.transposed(w, 4), [b]),
     }
 
 

@@ -1,7 +1,9 @@
 """Tasks of lm_eval where it is missing, and their keys. Needs no lm_eval."""
 
 import importlib.util
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -21,6 +23,15 @@ def test_without_lm_eval_one_line_says_what_to_install(
     line = r"harness.tasks: lm_eval is not installed; (run: .*lm-eval|install the packages)"
     with pytest.raises(UserError, match=line):
         read_tasks(HarnessConfig(tasks=("hellaswag",)), tokenizer, world)
+
+
+def test_reading_tasks_is_shown_as_that_and_not_as_the_data(
+    checkpoint: Path, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "lptune.inference.harness", mock.Mock())
+    read_tasks(HarnessConfig(tasks=("hellaswag",)), data.load_tokenizer(checkpoint), world)
+    assert capsys.readouterr().out == "reading harness.tasks ...\n"
 
 
 @pytest.mark.parametrize(

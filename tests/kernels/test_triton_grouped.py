@@ -168,7 +168,7 @@ def test_rows_are_multiplied_by_what_is_their_groups(sizes: list[int]) -> None:
 def test_each_matrix_is_turned(groups: int, rows: int, columns: int) -> None:
     w = values(groups * rows, columns, torch.int8, 1)
     expected = w.view(groups, rows, columns).transpose(1, 2).reshape(-1, rows)
-    assert same_bits(grouped.turned(w.to(DEVICE), groups), expected)
+    assert same_bits(grouped.transposed(w.to(DEVICE), groups), expected)
 
 
 def test_a_launch_needs_no_look_at_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

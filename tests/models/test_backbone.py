@@ -1,9 +1,9 @@
 """A model that is no Decoder, written wholly in this file, as another member of Backbone would be.
 
 Its folder stores a head that is tied, a fused tensor that is cut into three parameters, two that are stacked
-in one, two that are joined by rows, one that is turned and no matrix, all under other names, and one that is
-no part of the model. Nothing in the library knows of it. It trains by the recipe on one rank and on two, goes
-on from checkpoints of either, exports what its base stored, is planned, and generates without a cache.
+in one, two that are joined by rows, one transposed that is no matrix, all under other names, and one that
+is no part of the model. Nothing in the library knows of it. It trains by the recipe on one rank and on two,
+goes on from checkpoints of either, exports what its base stored, is planned, and generates without a cache.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ class Toy(models.Backbone):
                     models.Part(f"toy.{number}.{end}", (row, 0), (half, I))
                     for end, row in (("low", 0), ("high", half))
                 ]
-            case ["taps"]:  # turned
+            case ["taps"]:  # transposed
                 return [models.Part(f"toy.{number}.taps", start, shape, dims=(2, 1, 0))]
         renamed = {"words.weight": "toy.words", "out.weight": "toy.head"}
         return [models.Part(renamed.get(name, f"toy.{name}"), start, shape)]

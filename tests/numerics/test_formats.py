@@ -1,4 +1,4 @@
-"""All 256 values of each 8-bit format, and rounding to them, against a table decoded by hand (oracle.py)."""
+"""All 256 values of each 8-bit format, and rounding to them, against a table decoded by hand."""
 
 import itertools
 import math

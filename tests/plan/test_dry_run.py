@@ -25,7 +25,7 @@ from lptune.config import (
 from lptune.distributed import record_collectives
 from lptune.models import chunks
 from lptune.plan import memory
-from lptune.plan.dry_run import dry_run
+from lptune.plan.dry_run import dry_run, precision_lines
 from lptune.training import muon
 from lptune.training.in_backward import build_update
 from lptune.training.lasting import lasting
@@ -34,6 +34,15 @@ from tests.helpers.slow import slow_but
 
 NUM_MICRO_BATCHES = 4
 """More than the three that a dry run goes through."""
+
+
+def test_a_shape_stands_apart_from_its_names_however_long() -> None:
+    """As those of experts: 128 x 1536 x 2048."""
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(16, 16), "b": torch.nn.Linear(2**27, 2**27, device="meta")}
+    )
+    lines = precision_lines(linear.convert(model, "int8_rowcol", device=torch.device("cpu")))
+    assert lines[-2:] == ["  16 x 16                a", "  134217728 x 134217728  b"]
 
 
 Case = tuple[dict[str, Any], dict[str, Any], str]

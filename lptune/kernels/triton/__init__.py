@@ -8,6 +8,7 @@
     stochastic.py by row, by column, by tensor, to bfloat16, rounded stochastically
     grouped.py    INT8 and float8 GEMMs of groups (experts), and their quantizer by columns
     gemm.py       INT8 and float8 GEMM, scales in the epilogue
+    hopper.py     the same GEMMs for Hopper, in Gluon
     blocks.py     one scale per block: the quantizers
     block_mm.py   one scale per block: the GEMM, which applies them inside its sum
     launch.py     properties of the device, and measuring
@@ -24,7 +25,7 @@ from lptune.kernels.triton.blocks import quantize_blocks, quantize_row_and_colum
 from lptune.kernels.triton.by_amax import block_amaxes, quantize_by_amax, quantize_delayed
 from lptune.kernels.triton.by_row import quantize_rows
 from lptune.kernels.triton.gemm import scaled_mm
-from lptune.kernels.triton.grouped import grouped_mm, grouped_outer, quantize_grouped_columns, turned
+from lptune.kernels.triton.grouped import grouped_mm, grouped_outer, quantize_grouped_columns, transposed
 from lptune.kernels.triton.quantize import (
     quantize_columns,
     quantize_rows_and_columns,
@@ -54,5 +55,5 @@ __all__ = [
     "rotate",
     "round_to_bfloat16",
     "scaled_mm",
-    "turned",
+    "transposed",
 ]

@@ -8,7 +8,7 @@ each program reads what is its own:
     [1 + 2 E + 3 t]  for tile t: its group, its first row, and the end of the group's rows
 
 `grouped_mm` multiplies tile after tile by the matrix of the tile's group. `grouped_outer` contracts over the
-rows of a group. For that the tensor core needs both operands turned; so `quantize_grouped_columns` stores
+rows of a group. For that the tensor core needs both operands transposed; so `quantize_grouped_columns` stores
 them so, and begins each group at a multiple of 128 rows, with zeros before the next one: a step of the
 contraction is never in two groups, and needs no mask. It costs 64 rows of 8 bits a group, on average.
 
@@ -229,8 +229,8 @@ def grouped_columns_kernel(
 
 
 @triton.jit
-def turn_kernel(q_ptr, out_ptr, N, K, BLOCK: tl.constexpr):
-    """out (E, K, N) is q (E, N, K), turned; both are 8-bit and contiguous."""
+def transpose_kernel(q_ptr, out_ptr, N, K, BLOCK: tl.constexpr):
+    """out (E, K, N) is q (E, N, K), transposed; both are 8-bit and contiguous."""
     of_group = tl.program_id(2).to(tl.int64) * N * K
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -251,15 +251,15 @@ def places(ends_E: Tensor, num_rows: int) -> Tensor:
     return found
 
 
-def turned(w_RK: Tensor, num_groups: int) -> Tensor:
-    """The 8-bit matrices of `w_RK` (E * N, K), each turned: (E * K, N), contiguous."""
+def transposed(w_RK: Tensor, num_groups: int) -> Tensor:
+    """The 8-bit matrices of `w_RK` (E * N, K), each transposed: (E * K, N), contiguous."""
     w = w_RK.contiguous()
     n, k, block = w.shape[0] // num_groups, w.shape[1], 64
     out = torch.empty(num_groups * k, n, dtype=w.dtype, device=w.device)
-    tensors, key = (w.view(torch.int8), out.view(torch.int8)), ("turn", w.get_device(), num_groups, n, k)
+    tensors, key = (w.view(torch.int8), out.view(torch.int8)), ("transpose", w.get_device(), num_groups, n, k)
     if out.numel() and not again.again(key, tensors):
         grid = (triton.cdiv(k, block), triton.cdiv(n, block), num_groups)
-        again.first(key, [Launch(turn_kernel, grid, 2, (n, k), {"BLOCK": block}, 4)], tensors)
+        again.first(key, [Launch(transpose_kernel, grid, 2, (n, k), {"BLOCK": block}, 4)], tensors)
     return out
 
 

@@ -267,7 +267,7 @@ def _high(layer: _Layer, x: Tensor, w_NK: Tensor, *_: Any, ends: Tensor | None =
 
 
 def _multiply(x_TC: Tensor, w_NK: Tensor, ends: Tensor | None, *, by_rows: bool) -> Tensor:
-    """In compute dtype: x times the weight, turned if `by_rows`. ends: of a grouped layer."""
+    """In compute dtype: x times the weight, transposed if `by_rows`. ends: of a grouped layer."""
     if ends is not None:
         return multiply_groups(x_TC, w_NK, ends, by_rows=by_rows)
     return x_TC @ (w_NK.t() if by_rows else w_NK)

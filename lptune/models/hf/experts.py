@@ -3,8 +3,8 @@
 transformers keeps the experts of a block in a module with parameters of three dimensions, and lets others say
 how they run (ALL_EXPERTS_FUNCTIONS). Here each such parameter becomes a GroupedLinear in the same place,
 whose weight stacks the matrices of all experts into one, (E * N, K): it is sharded, stored and converted as
-that of any linear layer, and `linear.convert` finds it by `num_groups`. A parameter that is stored turned,
-(E, K, N), is turned while it is read and written.
+that of any linear layer, and `linear.convert` finds it by `num_groups`. A parameter that is stored as
+(E, K, N) is transposed while it is read and written.
 
 Shapes: T tokens, H hidden, k experts of a token, S = T * k, E experts, K in_features, N out_features of one.
 """
@@ -66,7 +66,7 @@ def is_mixture(module: nn.Module) -> bool:
 
 def stack(causal: nn.Module) -> dict[str, bool]:
     """Gives all experts of `causal` grouped linear layers, in place. Returns the names of the parameters that
-    they replace, and whether the checkpoint's tensor of three dimensions is turned.
+    they replace, and whether the checkpoint's tensor of three dimensions is transposed.
     """
     found: dict[str, bool] = {}
     for prefix, module in causal.named_modules():
@@ -86,11 +86,11 @@ def stack(causal: nn.Module) -> dict[str, bool]:
     return found
 
 
-def stacked_parts(parts: Sequence[Part], num_rows: int, turned: bool) -> list[Part]:
-    """The parts of a parameter (E, N, K), or (E, K, N) if `turned`, as parts of the matrix (E * N, K).
+def stacked_parts(parts: Sequence[Part], num_rows: int, transposed: bool) -> list[Part]:
+    """The parts of a parameter (E, N, K), or (E, K, N) if `transposed`, as parts of the matrix (E * N, K).
     num_rows: N.
     """
-    row, column = (2, 1) if turned else (1, 2)
+    row, column = (2, 1) if transposed else (1, 2)
     found = []
     for part in parts:
         dims = part.dims or (0, 1, 2)

@@ -70,11 +70,11 @@ class HFModel(Backbone):
         )
         stored = causal.state_dict()
         self._parts = map_names(causal, dict(facts.stored), is_part=facts.is_part)
-        for name, turned in experts.stack(causal).items():
+        for name, transposed in experts.stack(causal).items():
             layer = causal.get_submodule(name)
             size = layer.out_features // layer.num_groups
-            parts = self._parts.pop(name, None) or [_of_experts(name, layer, turned)]
-            self._parts[f"{name}.weight"] = experts.stacked_parts(parts, size, turned)
+            parts = self._parts.pop(name, None) or [_of_experts(name, layer, transposed)]
+            self._parts[f"{name}.weight"] = experts.stacked_parts(parts, size, transposed)
         self._mapped = {part.stored for parts in self._parts.values() for part in parts}
         self._constants = [name for name, _ in causal.named_buffers() if name in stored]
         self._stored_constants = {
@@ -282,11 +282,11 @@ def _content(facts: HFFacts) -> str:
     return json.dumps(content | {"tie_word_embeddings": facts.tied})
 
 
-def _of_experts(name: str, layer: nn.Linear, turned: bool) -> Part:
+def _of_experts(name: str, layer: nn.Linear, transposed: bool) -> Part:
     """The tensor of three dimensions that `layer` replaces, whole."""
     num_groups = int(layer.num_groups)  # type: ignore[arg-type]
     sizes = (layer.out_features // num_groups, layer.in_features)
-    return Part(name, (0, 0, 0), (num_groups, *(sizes[::-1] if turned else sizes)))
+    return Part(name, (0, 0, 0), (num_groups, *(sizes[::-1] if transposed else sizes)))
 
 
 def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]], ...]) -> HFFacts:

@@ -230,7 +230,7 @@ def measure(
     plan = linear.convert(model, precision_of(cfg.precision, kinds[0]), device=world.device)
     groups = groups_of(model, plan)
     cfg = dataclasses.replace(cfg, parallel=ParallelConfig())
-    _check_memory(model, model_config, cfg, world.device)
+    _check_memory(model_config, cfg, world.device)
     rows, seq_len = _timed_rows(cfg, model_config, len(kinds), seconds, world.device)
     pairs: dict[tuple[Group, str], Pair] = {}
     with torch._dynamo.config.patch(
@@ -499,7 +499,7 @@ def _flops(hidden: int, cfg: RunConfig, device: torch.device) -> float:
     return 2 * _PROBED_ROWS * hidden * hidden / min(times)
 
 
-def _check_memory(model: models.Backbone, config: models.Facts, cfg: RunConfig, device: torch.device) -> None:
+def _check_memory(config: models.Facts, cfg: RunConfig, device: torch.device) -> None:
     block, head = _weights(config)
     needed = _bytes_per_weight(cfg) * (block + (1 if config.tied else 2) * head)
     free = _free_bytes(device)

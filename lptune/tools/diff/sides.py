@@ -1,9 +1,9 @@
 """What differs between two runs, and where their losses part.
 
 Two runs whose losses should be equal and are not differ in a key, a version, the data, the precision of a
-layer, or in chance. This goes through them in that order, and finds the first step at which the losses are
-not the same bits, and the first at which they differ by more than a thousandth: rounding parts losses in
-their last bits at once, a mistake shows at the second step.
+layer, or in chance. The report goes through them in that order. Then it names two steps: the first at which
+the bits of the losses differ, which rounding alone explains, and the first at which the losses differ by more
+than a thousandth, which points to a mistake.
 """
 
 from collections.abc import Iterator, Mapping

@@ -214,7 +214,7 @@ def integer_to(ours: str, note: str = "", minimum: int = 1) -> Rule:
     return to(ours, note, lambda draft, key: draft.integer(key, 1, minimum))
 
 
-def choice(ours: str, choices: Mapping[str, tuple[str, str]], missing: str = "") -> Rule:
+def choice(ours: str, choices: Mapping[str, tuple[str, str]]) -> Rule:
     """A value of a table: theirs, in lower case -> (ours, what differs). Another value is to fill in."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
@@ -223,7 +223,7 @@ def choice(ours: str, choices: Mapping[str, tuple[str, str]], missing: str = "")
             draft.set(ours, found[0], key, note=found[1])
         else:
             draft.drop(key, NOT_OFFERED, f"{value}")
-            draft.ask(ours, f"{key}: {value} {missing or 'is not offered'}")
+            draft.ask(ours, f"{key}: {value} is not offered")
 
     return rule
 

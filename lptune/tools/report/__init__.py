@@ -6,6 +6,7 @@ It reads the files of the run's folder and nothing else, imports no torch, and t
 report can be made of a run that goes on, that was killed, or that was made by an older version.
 
     rows.py, run.py                                   reading; what cannot be read becomes a note
+    seeds.py                                          runs that differ in their seed alone, as one row
     charts.py, svg.py                                 what a chart shows, and its drawing
     markup.py, summary.py, page.py, page.css, page.js     the page
     closing.py                                        the end of a run: its report and its summary

@@ -1,5 +1,5 @@
 """Models of transformers through the recipe: mixtures of experts in 8 bits on one and two ranks, a hybrid, a
-checkpoint that stores experts turned. Exports are read back by transformers, and say the same."""
+checkpoint that stores experts transposed. Exports are read back by transformers, and say the same."""
 
 import json
 from pathlib import Path
