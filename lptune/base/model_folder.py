@@ -38,6 +38,8 @@ def check_model_files(folder: Path) -> None:
     for place in (folder, folder / "additional_chat_templates"):
         if place.is_dir():
             for path in sorted(place.iterdir()):
+                if not path.name.isprintable():  # an export, after the training, lists the names as text
+                    raise UserError(f"{place}: holds a file whose name is {path.name!a}; rename it")
                 if path.is_symlink() or not (path.is_file() or path.is_dir()):
                     model_file(folder, path)
 

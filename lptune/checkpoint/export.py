@@ -164,8 +164,9 @@ def export_hf(
                     for path in scratch.rglob("*"):
                         fsync_path(path)
                     assert made is not None
-                    made.unmark()
-                    _publish(scratch, folder, replace, say)
+                    with made.alone():
+                        made.unmark()
+                        _publish(scratch, folder, replace, say)
         finally:
             # Remove what a failure leaves. All ranks have stopped writing.
             if made is not None:

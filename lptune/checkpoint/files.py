@@ -4,10 +4,12 @@ So a reader, or a run that resumes after a kill, sees a folder completely or not
 """
 
 import errno
+import fcntl
 import hashlib
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -95,7 +97,8 @@ class Scratch:
     """A new folder beside `final`, which is filled and then published as `final` by a rename.
 
     It contains a locked file while its process lives. If that file is not locked, a kill left the folder, and
-    the next writer of `final` removes it.
+    the next writer of `final` removes it. A folder that is being made or published has no such file either,
+    so both are done `alone`.
     """
 
     MARK = ".lptune-scratch"
@@ -103,15 +106,27 @@ class Scratch:
     def __init__(self, final: Path) -> None:
         """Raises UserError if another process is writing `final`, OSError if the folder cannot be made."""
         self.path = self.path_of(final)
+        with self.alone():
+            try:
+                with suppress(FileNotFoundError), Lock(self.path / self.MARK, os.O_RDWR):
+                    pass
+            except BlockingIOError:
+                line = f"{final}: another process is writing it; wait for it, or choose another folder"
+                raise UserError(line) from None
+            remove_leftover(self.path)
+            self.path.mkdir()
+            self._lock = Lock(self.path / self.MARK)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block in which no other process makes or publishes a folder in the same place."""
+        descriptor = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with suppress(FileNotFoundError), Lock(self.path / self.MARK, os.O_RDWR):
-                pass
-        except BlockingIOError:
-            line = f"{final}: another process is writing it; wait for it, or choose another folder"
-            raise UserError(line) from None
-        remove_leftover(self.path)
-        self.path.mkdir()
-        self._lock = Lock(self.path / self.MARK)
+            with suppress(OSError):  # a file system without locks of folders
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
     @staticmethod
     def path_of(final: Path) -> Path:
@@ -119,7 +134,7 @@ class Scratch:
         return final.with_name(f"{TEMPORARY}{final.name}")
 
     def unmark(self) -> None:
-        """Removes the mark; call it before the folder is published, because exports do not contain it."""
+        """Removes the mark, which exports do not contain; call it, and publish the folder, `alone`."""
         (self.path / self.MARK).unlink()
 
     def remove(self) -> None:

@@ -82,10 +82,11 @@ def new_checkpoint(preset: str, dest: Path, vocab_size: int | None, seed: int, d
             tokenizer.save(str(partial / "tokenizer.json"))
             write_json(partial / "tokenizer_config.json", _tokenizer_config(config))
             num_parameters = _write_weights(partial, seed, dtype)
-            if dest.exists():
-                dest.rmdir()
-            scratch.unmark()
-            publish_folder(partial, dest)
+            with scratch.alone():
+                if dest.exists():
+                    dest.rmdir()
+                scratch.unmark()
+                publish_folder(partial, dest)
         except WRITE_ERRORS as error:  # a full disk, or DEST is no longer empty
             raise UserError(f"{dest}: cannot be written: {why(error)}") from None
         finally:

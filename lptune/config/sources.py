@@ -93,6 +93,8 @@ def _name(entry: SourceConfig) -> str:
     path = Path(entry.source)
     is_glob = any(mark in path.name for mark in "*?[")  # keeps its last folder: `*.jsonl` says little
     name = "/".join(path.parts[-2:]) if is_glob else path.name or entry.source
+    if is_glob:  # `[…]` may hold the value of any variable, and still name a file
+        name = re.sub(r"\[!?\]?[^\]]*\]", "[…]", name)
     return name if entry.weight == 1 else f"{name} (weight {entry.weight:g})"
 
 

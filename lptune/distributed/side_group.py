@@ -58,17 +58,19 @@ class SideGroup:
         errors of all ranks that failed are such).
 
         errors: exceptions that are failures of the user's machine or input. line_of: makes the message of
-        one; the message of the first rank that failed is raised everywhere. Any other exception is raised on
+        one; that of the first rank with such an error is raised everywhere. Any other exception is raised on
         its rank only; the other ranks then wait for a rank that is gone, and the launcher ends them.
         """
-        line, is_lasting = None, False
+        line, lasting = None, None
         try:
             yield
         except errors as error:
-            line, is_lasting = line_of(error), not isinstance(error, UnavailableError)
+            line = line_of(error)
+            lasting = None if isinstance(error, UnavailableError) else line
         line = self.first_line(line)
         if line is not None:
-            raise (UserError if self.total(is_lasting) else UnavailableError)(line)
+            lasting = self.first_line(lasting)
+            raise UnavailableError(line) if lasting is None else UserError(lasting)
 
     def first_line(self, line: str | None) -> str | None:
         """The line of the first rank that has one, on all ranks; None if none has. Cut at 2,048 bytes."""

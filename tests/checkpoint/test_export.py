@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from lptune import checkpoint, distributed, models, training
 from lptune.base.errors import UserError
 from lptune.checkpoint import export as module
+from lptune.checkpoint import files
 from lptune.checkpoint.card import Part, model_card
 from lptune.checkpoint.files import Scratch, save_tensors, sha256
 from lptune.checkpoint.state import About, RunState, base_digests
@@ -364,6 +366,35 @@ def test_what_a_kill_left_of_an_export_is_replaced_and_a_living_one_is_not(
     with pytest.raises(UserError, match="dest: something else was written there meanwhile"):
         checkpoint.export_hf(trained, source, dest, ExportConfig(), replace=False)
     assert [path.name for path in tmp_path.iterdir()] == ["dest"]
+
+
+@pytest.mark.parametrize("moment", ["remove_leftover", "publish_folder"])
+def test_two_exports_to_one_place_at_a_time_leave_one_whole_one(
+    moment: str, tmp_path: Path, base: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dest, found = tmp_path / "dest", list[Scratch | UserError]()
+
+    def second() -> None:
+        try:
+            found.append(Scratch(dest))
+        except UserError as error:
+            found.append(error)
+
+    place: Any = files if moment == "remove_leftover" else module
+    work, thread = getattr(place, moment), threading.Thread(target=second)
+
+    def meanwhile(*args: Path) -> None:
+        monkeypatch.setattr(place, moment, work)
+        thread.start()
+        thread.join(0.3)
+        work(*args)
+
+    monkeypatch.setattr(place, moment, meanwhile)
+    checkpoint.export_hf(trained, checkpoint.read_index(base), dest, ExportConfig(), replace=False)
+    thread.join()
+    assert is_as_written(dest)
+    if moment == "remove_leftover":
+        assert isinstance(found[0], UserError)
 
 
 def test_a_file_that_becomes_a_link_during_the_run_is_not_exported(

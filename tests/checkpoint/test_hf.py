@@ -199,6 +199,14 @@ def test_a_link_out_of_the_folder_is_refused_whatever_it_is_called(tmp_path: Pat
     checkpoint.read_index(folder)
 
 
+@pytest.mark.parametrize("name", [b"\xffx.json", b"two\nlines"])
+def test_a_name_that_no_export_could_list_is_refused_at_the_start(tmp_path: Path, name: bytes) -> None:
+    folder = _folder(tmp_path / "model", _weights())
+    (folder / os.fsdecode(name)).write_text("{}")
+    with pytest.raises(UserError, match=r"model: holds a file whose name is '.*\\.*'; rename it"):
+        checkpoint.read_index(folder)
+
+
 def test_templates_and_pipes_of_a_model_are_looked_at_as_well(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "model", _weights())
     (folder / "additional_chat_templates").mkdir()

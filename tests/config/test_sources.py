@@ -60,6 +60,8 @@ def test_a_written_list_shows_what_is_set_in_it(tmp_path: Path) -> None:
     assert source_names(cfg.data.sources) == "a, b (weight 0.5)"
     names = [SourceConfig(source="/data/x/shards/*.jsonl"), SourceConfig(source="/data/rows.jsonl", weight=2)]
     assert source_names(names) == "shards/*.jsonl, rows.jsonl (weight 2)"
+    odd = (SourceConfig(source="a[!hf_token]/r?[!]secret].jsonl"),)
+    assert source_names(odd) == "a[…]/r?[…].jsonl", "a variable of the environment may stand there"
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from lptune import distributed, launch
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.config import ParallelConfig, mesh_axes
 from lptune.distributed import World
 from tests.helpers.launch import free_port
-from tests.helpers.ranks import Ranks
+from tests.helpers.ranks import Ranks, run_ranks
 
 session = importlib.import_module("lptune.distributed.session")  # the package's `session` is the function
 
@@ -248,3 +248,24 @@ def test_its_error_reaches_the_others_in_place_of_their_turn(ranks: Ranks) -> No
     line = "rows.jsonl line 7: not valid JSON"
     assert ranks.run(_refused, 2) == [(line, True), (line, False)]
     assert ranks.run(_refused, 1) == [(line, True)]
+
+
+def _raise(error: UserError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _fail_together(rank: int, num_ranks: int) -> list[tuple[int, str]]:
+    away, lasting = UnavailableError("no answer; wait for it"), UserError("no such folder")
+    found = []
+    with distributed.session("cpu") as world, distributed.side_group(world) as group:
+        for errors in ((away, None), (away, lasting), (lasting, away)):
+            with pytest.raises(UserError) as raised, group.together((UserError,), str):
+                _raise(errors[rank])
+            found.append((raised.value.exit_code, str(raised.value)))
+    return found
+
+
+def test_a_lasting_error_of_any_rank_is_the_one_that_all_raise() -> None:
+    away, lasting = (1, "no answer; wait for it"), (2, "no such folder")
+    assert run_ranks(2, _fail_together) == [[away, lasting, lasting]] * 2
