@@ -60,7 +60,7 @@ def computed(shape: tuple[int, int, int], device: str) -> dict[str, Tensor]:
         g_rows, g_columns = kernels.quantize_rows_and_columns(
             g, fmt, multiplier_1K=folded, transposed=transposed
         )
-        of_tensor, transposed = kernels.quantize_tensor_both_ways(g, fmt)
+        of_tensor, other_way = kernels.quantize_tensor_both_ways(g, fmt)
         found |= {
             f"{fmt} quantize_rows": x_rows.q_MK,
             f"{fmt} quantize_rows, scales": x_rows.scale_M1,
@@ -69,13 +69,13 @@ def computed(shape: tuple[int, int, int], device: str) -> dict[str, Tensor]:
             f"{fmt} quantize_rows_and_columns, columns": g_columns.q_MK,
             f"{fmt} quantize_rows_and_columns, scales": g_columns.scale_1K,
             f"{fmt} quantize_tensor_both_ways": of_tensor.q_MK,
-            f"{fmt} quantize_tensor_both_ways, transposed": transposed,
+            f"{fmt} quantize_tensor_both_ways, transposed": other_way,
         }
-        w_turned = kernels.quantize_rows(w, fmt, transposed=transposed).q_MK
+        w_transposed = kernels.quantize_rows(w, fmt, transposed=transposed).q_MK
         column_scales = g_columns.scale_1K.t(), x_columns.scale_1K
         operands: list[tuple[Any, ...]] = [
             (x_rows.q_MK, w_rows.q_MK.t(), x_rows.scale_M1, folded),
-            (g_rows.q_MK, w_turned, g_rows.scale_M1, None),
+            (g_rows.q_MK, w_transposed, g_rows.scale_M1, None),
             (g_columns.q_MK.t(), x_columns.q_MK, *column_scales),
         ]
         for gemm, name in enumerate(("output", "grad_input", "grad_weight")):
