@@ -235,7 +235,7 @@ def _plain(value: Any) -> Any:
 def _check_references(raw: Any) -> None:
     """Raises UserError, which begins with the key, for a `${…}` that is neither another key nor, in a place,
     a variable. The environment holds tokens, and a config may come from a stranger: what is trained, exported
-    or logged must not get one, through another key neither.
+    or logged must not get one, nor get it through another key.
     """
     texts = list(_texts(raw, ""))
     reads = any(_VARIABLE.search(text) for _, text in texts)
