@@ -115,6 +115,7 @@ class Scratch:
                 raise UserError(line) from None
             remove_leftover(self.path)
             self.path.mkdir()
+            self._made = self.path.stat()
             self._lock = Lock(self.path / self.MARK)
 
     @contextmanager
@@ -139,5 +140,7 @@ class Scratch:
 
     def remove(self) -> None:
         """Removes the folder, if it was not published, and releases the lock."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError), self.alone():  # it is gone after it was published, or another process's
+            if os.path.samestat(self._made, self.path.stat()):
+                shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()

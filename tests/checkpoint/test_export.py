@@ -397,6 +397,18 @@ def test_two_exports_to_one_place_at_a_time_leave_one_whole_one(
         assert isinstance(found[0], UserError)
 
 
+def test_a_published_folder_is_not_taken_for_that_of_the_next_export(tmp_path: Path) -> None:
+    dest = tmp_path / "dest"
+    first = Scratch(dest)
+    first.unmark()
+    first.path.rename(dest)
+    second = Scratch(dest)
+    first.remove()
+    assert second.path.is_dir()
+    second.remove()
+    assert list(tmp_path.iterdir()) == [dest]
+
+
 def test_a_file_that_becomes_a_link_during_the_run_is_not_exported(
     tmp_path: Path, base: Path, trained: Path
 ) -> None:
