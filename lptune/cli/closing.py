@@ -100,7 +100,8 @@ def _evaluate(cfg: RunConfig, path: str) -> list[str]:
         for key, (value, usual) in keys.items()
         if value != usual
     ]
-    command = [f"lptune run evaluate --config evaluation model.path={path}", ""]
+    output = shell_word(f"output={Path(cfg.output_dir, 'evaluation.json')}")
+    command = [f"lptune run evaluate --config evaluation model.path={path}", output]
     for word in words:  # a line never ends within one, where it would become a part of the word
         if command[-1] and len(f"{command[-1]} {word}") > 70:
             command.append("")

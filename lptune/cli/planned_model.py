@@ -22,69 +22,75 @@ if TYPE_CHECKING:
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that tell the run: --config, those of `ranks` (1 if none is given), --preset."""
+    """The options that tell the run: --config, those of `launch` (one rank if none is given), --preset."""
     command = click.option(
         "--preset", metavar="FAMILY/SIZE", help="Use this model instead of the one in model.path."
     )(command)
-    command = ranks(command, default=1)
+    command = ranks(command)
     return click.option(
         "--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]"
     )(command)
 
 
-def ranks(command: Callable[..., Any], default: int | None = None) -> Callable[..., Any]:
-    """The options that tell the number of ranks, `world_size`; `default` if none is given. They are
-    --world-size, and those of `lptune run`, so that its command line can be tried as it stands. Options that
-    only a launch reads are taken and left alone.
-    """
-    usual = "" if default is None else f"  [{default}]"
+def ranks(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of `launch`, of which the command gets one `world_size`, 1 if none is given."""
 
-    @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="As for `lptune run`.")
-    @click.option("--nnodes", metavar="N", help="As for `lptune run`.")
-    @click.option(
-        "--world-size", type=click.IntRange(min=1), metavar="N", help=f"Ranks on all machines.{usual}"
-    )
+    @launch
     @functools.wraps(command)
     def of_ranks(
         *args: Any, world_size: int | None, nnodes: str | None, nproc_per_node: str | None, **kwargs: Any
     ) -> Any:
-        if nnodes or nproc_per_node:
-            if world_size:
-                raise UserError("--world-size: is --nnodes times --nproc-per-node; leave it out, or those")
-            world_size = _count("--nnodes", nnodes) * _count("--nproc-per-node", nproc_per_node)
-        return command(*args, world_size=world_size or default, **kwargs)
+        for name, value in (("--nnodes", nnodes), ("--nproc-per-node", nproc_per_node)):
+            if value is not None and not value.isdecimal():
+                command_name = click.get_current_context().info_name
+                raise UserError(
+                    f"{command_name}: {name}: {value} is known where a run starts; give a number here"
+                )
+        world_size = world_size or int(nnodes or 1) * int(nproc_per_node or 1)
+        return command(*args, world_size=world_size, **kwargs)
+
+    return of_ranks
+
+
+def launch(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--world-size, and the options by which `lptune run` starts ranks, so that its command line can be tried
+    as it stands. Those that only a launch reads are taken and left alone.
+    """
+
+    @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="As for `lptune run`.")
+    @click.option("--nnodes", metavar="N", help="As for `lptune run`.")
+    @click.option(
+        "--world-size", type=click.IntRange(min=1), metavar="N", help="Ranks on all machines, in their place."
+    )
+    @functools.wraps(command)
+    def of_launch(
+        *args: Any, world_size: int | None, nnodes: str | None, nproc_per_node: str | None, **kwargs: Any
+    ) -> Any:
+        name = f"{click.get_current_context().info_name}"
+        flags.check_count(name, "--nnodes", nnodes)
+        flags.check_count(name, "--nproc-per-node", nproc_per_node)
+        if world_size and (nnodes or nproc_per_node):
+            raise UserError("--world-size: is --nnodes times --nproc-per-node; leave it out, or those")
+        counts = {"world_size": world_size, "nnodes": nnodes, "nproc_per_node": nproc_per_node}
+        return command(*args, **counts, **kwargs)
 
     for name in _OF_A_LAUNCH:
-        of_ranks = click.option(name, hidden=True, expose_value=False)(of_ranks)
-    return click.option("-v", "--verbose", is_flag=True, hidden=True, expose_value=False)(of_ranks)
+        names = {f"--{name}", f"--{name.replace('-', '_')}"}  # torchrun takes both
+        of_launch = click.option(*sorted(names), hidden=True, expose_value=False)(of_launch)
+    of_launch = click.option(
+        "--rdzv-backend", "--rdzv_backend", hidden=True, expose_value=False, callback=_check_backend
+    )(of_launch)
+    return click.option("-v", "--verbose", is_flag=True, hidden=True, expose_value=False)(of_launch)
 
 
 _OF_A_LAUNCH = (
-    "--restarts",
-    "--hang-timeout",
-    "--rdzv-endpoint",
-    "--rdzv-conf",
-    "--rdzv-id",
-    "--node-rank",
-    "--local-addr",
-    "--master-addr",
-    "--master-port",
-    "--log-dir",
-    "--redirects",
-    "--tee",
-    "--local-ranks-filter",
-)
+    "restarts", "hang-timeout", "rdzv-endpoint", "rdzv-conf", "rdzv-id", "node-rank", "local-addr",
+    "master-addr", "master-port", "log-dir", "redirects", "tee", "local-ranks-filter",
+)  # fmt: skip
 
 
-def _count(name: str, value: str | None) -> int:
-    """The number that the flag has, 1 without it. UserError for what `lptune run` takes, but only a launch
-    makes a number of: a range of machines, the GPUs of a machine.
-    """
-    command = click.get_current_context().info_name
-    flags.check_count(f"{command}", name, value)
-    if value is not None and not value.isdecimal():
-        raise UserError(f"{command}: {name}: {value} is known where a run starts; give a number here")
-    return int(value or 1)
+def _check_backend(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    flags.check_backend(f"{context.info_name}", value or "static")
 
 
 Loaded = tuple[Any, Path, Path, Sequence[str]]

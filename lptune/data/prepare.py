@@ -340,7 +340,8 @@ def _odd(cfg: DataConfig, bad: BadRows) -> Iterator[str]:
         if text is not None and "\\n" in text:
             yield f"data.{key} holds a backslash and an n, not a line break; a shell makes one of $'…\\n…'"
     if bad.count:
-        yield f"skipped {bad.count:,} bad rows, the first: {bad.first}"
+        rows = "row" if bad.count == 1 else "rows, the first"
+        yield f"skipped {bad.count:,} bad {rows}: {bad.first}"
 
 
 def _check_vocabulary(largest: int, tokenizer: Tokenizer, vocab_size: int) -> None:

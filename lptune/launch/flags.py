@@ -71,6 +71,15 @@ def check_count(command: str, name: str, value: str | None) -> None:
         )
 
 
+def check_backend(command: str, value: str) -> None:
+    """Raises UserError for a `value` of --rdzv-backend other than torchrun's own default."""
+    if value != "static":
+        raise UserError(
+            f"{command}: --rdzv-backend (or PET_RDZV_BACKEND): {value}: lptune's machines meet in their own "
+            "way, in which nothing is unpickled; leave it out"
+        )
+
+
 def known_ranks(
     nnodes: str | None, nproc_per_node: str | None, *, here: bool = True
 ) -> tuple[int | None, int | None]:
@@ -78,12 +87,20 @@ def known_ranks(
 
     here: whether the run starts in this environment, with its variables of torchrun.
     """
-    smallest, _, largest = (nnodes or "1").partition(":")
-    numbers = [smallest, nproc_per_node or "1"]
+    machines, ranks = numbers_of_machines("run", nnodes or "1"), nproc_per_node or "1"
     is_set = here and any(name.startswith("PET_") for name in os.environ)
-    if is_set or largest not in ("", smallest) or not all(map(str.isdigit, numbers)):
+    if is_set or len(machines) > 1 or not ranks.isdigit():
         return None, None
-    return int(numbers[0]), int(numbers[1])
+    return machines[0], int(ranks)
+
+
+def numbers_of_machines(command: str, nnodes: str) -> range:
+    """Those that --nnodes allows: N, or MIN:MAX. Raises UserError if the second is smaller."""
+    smallest, _, largest = nnodes.partition(":")
+    found = range(int(smallest), int(largest or smallest) + 1)
+    if not found:
+        raise UserError(f"{command}: --nnodes: {nnodes}: the first number is the smaller one")
+    return found
 
 
 def launches_by_environment() -> bool:
@@ -113,10 +130,8 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
     output_dir: of the config, from which the run gets its id if no flag and no scheduler gives one. Raises
     UserError for what could only hang.
     """
-    smallest, _, largest = str(args.nnodes).partition(":")
-    num_machines, min_machines = int(largest or smallest), int(smallest)
-    if min_machines > num_machines:
-        raise UserError(f"run: --nnodes: {args.nnodes}: the first number is the smaller one")
+    machines = numbers_of_machines("run", f"{args.nnodes}")
+    num_machines, min_machines = machines[-1], machines[0]
     is_supervised = SUPERVISED in os.environ
     if min_machines < num_machines and not is_supervised:
         raise UserError(
@@ -127,11 +142,7 @@ def meeting_point(args: "argparse.Namespace", flags: Sequence[str], output_dir: 
         raise UserError(
             "run: --max-restarts: ranks are not restarted within a launch; --restarts N starts the run again"
         )
-    if args.rdzv_backend != "static":
-        raise UserError(
-            f"run: --rdzv-backend (or PET_RDZV_BACKEND): {args.rdzv_backend}: lptune's machines meet in "
-            "their own way, in which nothing is unpickled; leave it out"
-        )
+    check_backend("run", args.rdzv_backend)
     given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     timeouts_s = _timeouts_s(args.rdzv_conf)
     run_id = args.rdzv_id if args.rdzv_id != "none" else next(

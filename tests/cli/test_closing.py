@@ -101,6 +101,7 @@ def test_the_command_to_evaluate_measures_the_rows_that_the_run_held_out(
     words = shlex.split(command.replace("\\\n", ""))
     assert words == [
         *("lptune", "run", "evaluate", "--config", "evaluation", f"model.path={tmp_path / 'run'}"),
+        f"output={tmp_path / 'run' / 'evaluation.json'}",
         *("data.source=my rows.jsonl", "data.seq_len=128", "data.eval_fraction=0.05", "seed=3"),
     ]
     again = load_config(EvaluateConfig, find_config("evaluation"), words[5:])

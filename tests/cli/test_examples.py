@@ -110,8 +110,28 @@ def test_the_arguments_can_be_checked_without_a_launch(command: Command) -> None
     assert code == 2
     assert "micro_batch_size" in stderr
     more = ("-v", "--log-dir=logs", "--redirects=3", "--tee", "3", "--local-ranks-filter=0")
-    more += ("--master-port=1", "--master-addr", "a")
+    more += ("--master-port=1", "--master_addr", "a", "--rdzv-backend=static")
     assert command("validate", *more, *_arguments_of_job({})[1:])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("launch", "code", "said"),
+    [
+        ("--nnodes=1:2 --nproc-per-node=4 --rdzv-endpoint=a:1", 0, ""),
+        ("--nnodes=2:3 --nproc-per-node=4 --rdzv-endpoint=a:1", 2, "12 data ranks"),
+        ("--nnodes=3:2", 2, "--nnodes: 3:2"),
+        ("--nnodes=2", 0, "--rdzv-endpoint"),
+        ("--nproc-per-node=gpu", 0, "--nproc-per-node: gpu"),
+        ("--rdzv-backend=c10d", 2, "--rdzv-backend"),
+    ],
+)
+def test_what_only_a_launch_knows_is_checked_as_far_as_it_is_said(
+    command: Command, launch: str, code: int, said: str
+) -> None:
+    found, stdout, stderr = command("validate", *launch.split(), "llama3_2/1b", "data.source=builtin")
+    assert found == code
+    notes = [line for line in stdout.splitlines() if line.startswith("note: --")]
+    assert (said in stderr) if code else (bool(notes) == bool(said) and said in "".join(notes))
 
 
 @linux_only

@@ -368,7 +368,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("validate full_finetune --config toy.yaml --nnodes 3 --nproc-per-node 5 micro_batch_size=1 global_batch_size=8", "global_batch_size: 8 rows | 15 data ranks"),
     ("plan --config toy.yaml --world-size 6 --nnodes 2", "--world-size: | leave it out"),
     ("advise --config toy.yaml --nnodes 2:4", "advise: --nnodes: 2:4 is known where | give a number"),
-    ("validate toy.yaml --nproc-per-node gpu", "validate: --nproc-per-node: gpu is known where | give a number"),
     ("validate toy.yaml checkpoint.at_end=false", "checkpoint.at_end: | set export.enabled=false"),
     ("validate toy.yaml output_dir=tiny", "output_dir: tiny would overwrite the model in model.path"),
     ("validate toy.yaml data.seq_len=1000000000000", "micro_batch_size: 4 rows of data.seq_len= | lower one"),

@@ -183,7 +183,7 @@ def test_raw_text_loses_no_token_and_each_is_learned_once(jsonl: Write, tokenize
     assert [token for chunk in learned[:-1] for token in chunk] == expected[0][1:]
     assert learned[-1] == expected[1][1:]
     assert rows.num_target_tokens == sum(map(len, expected)) - 2
-    assert "skipped 1 bad rows, the first: " in "\n".join(prepared.report)
+    assert "skipped 1 bad row: " in "\n".join(prepared.report)
     assert "truncated" not in "\n".join(prepared.report)
 
 

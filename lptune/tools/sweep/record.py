@@ -1,6 +1,6 @@
 """sweep.json in the folder of a sweep: its recipe, and which runs have ended, so that they are not started
-again; the table of its runs, the one with the lowest final held-out loss first; and that of its rows, in
-which runs that differ in their seed alone are one (lptune/tools/report/seeds.py).
+again. And two tables: of its runs, the lowest final held-out loss first, and of its rows, in which runs that
+differ in their seed alone are one (lptune/tools/report/seeds.py).
 
 A run does not know its recipe, so one of another recipe with the same config would seem to be finished. So a
 folder holds the sweeps of one recipe, by the name of its file.
