@@ -108,6 +108,18 @@ class Facts(ABC):
         pairs = {window: num_pairs(window) for window in {layer.window for layer in self.layers}}
         return 12.0 * self.num_heads * self.head_dim * sum(pairs[layer.window] for layer in self.layers)
 
+    @property
+    def shares_between_blocks(self) -> bool:
+        """Whether blocks run only together: one reads what others made, or what is stored for all."""
+        return False
+
+    def one_of_each(self) -> list[int]:
+        """The number of the first block of each kind; of all if they run only together."""
+        is_first = [self.layers.index(layer) == number for number, layer in enumerate(self.layers)]
+        return [number for number, first in enumerate(is_first) if first or self.shares_between_blocks]
+
     def with_layers(self, numbers: Sequence[int]) -> Self:
-        """The facts of the model that has only the blocks with these numbers, in this order."""
+        """The facts of the model that has only the blocks with these numbers, in this order. Raises UserError
+        if blocks are missing that the others need.
+        """
         return replace(self, layers=tuple(self.layers[number] for number in numbers))

@@ -352,8 +352,8 @@ def _qwen3_5(dims: Dims, *, value_heads: int, **more: Any) -> Preset:
     return _preset("qwen3_5_text", "Qwen3_5", dims, **more)
 
 
-def _gemma4(dims: Dims, full_kv_heads: int, **more: Any) -> Preset:
-    # the text part of google/gemma-4-26B-A4B and -31B
+def _gemma4(dims: Dims, full_kv_heads: int | None = None, **more: Any) -> Preset:
+    # the text part of google/gemma-4-E2B, -E4B, -12B, -26B-A4B and -31B
     common: Preset = {
         "max_len": 262144,
         "eps": 1e-6,
@@ -367,6 +367,13 @@ def _gemma4(dims: Dims, full_kv_heads: int, **more: Any) -> Preset:
     return _preset("gemma4_text", "Gemma4", dims, **{**common, **more})
 
 
+_EDGE: Preset = {
+    "max_len": 131072,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False,
+}
+"""Gemma 4 E2B and E4B: a layer has an embedding of its own, and the last layers read the keys of others."""
 _FEW_EXPERTS: Preset = {"num_experts_per_tok": 2, "head_dim": 16, "max_len": 512}
 
 HF_PRESETS: dict[str, dict[str, HFPreset]] = {
@@ -400,6 +407,18 @@ HF_PRESETS: dict[str, dict[str, HFPreset]] = {
         "0.8b": HFPreset(
             _qwen3_5(Dims(248320, 1024, 3584, 24, 8, 2), value_heads=16, tied=True), 752_393_024
         ),
+        "2b": HFPreset(
+            _qwen3_5(Dims(248320, 2048, 6144, 24, 8, 2), value_heads=16, tied=True), 1_881_825_088
+        ),
+        "4b": HFPreset(
+            _qwen3_5(Dims(248320, 2560, 9216, 32, 16, 4), value_heads=32, tied=True), 4_205_751_296
+        ),
+        "9b": HFPreset(
+            _qwen3_5(Dims(248320, 4096, 12288, 32, 16, 4), value_heads=32, tied=False), 8_953_803_264
+        ),
+        "27b": HFPreset(
+            _qwen3_5(Dims(248320, 5120, 17408, 64, 24, 4), value_heads=48, tied=False), 26_895_998_464
+        ),
     },
     "gemma4": {
         "tiny": HFPreset(
@@ -414,6 +433,15 @@ HF_PRESETS: dict[str, dict[str, HFPreset]] = {
             ),
             177_408,
         ),
+        "e2b": HFPreset(
+            _gemma4(
+                Dims(262144, 1536, 6144, 35, 8, 1), num_kv_shared_layers=20, use_double_wide_mlp=True, **_EDGE
+            ),
+            4_621_490_944,
+        ),
+        "e4b": HFPreset(
+            _gemma4(Dims(262144, 2560, 10240, 42, 8, 2), num_kv_shared_layers=18, **_EDGE), 7_463_013_376
+        ),
         "26b": HFPreset(
             _gemma4(
                 Dims(262144, 2816, 2112, 30, 16, 8),
@@ -424,6 +452,15 @@ HF_PRESETS: dict[str, dict[str, HFPreset]] = {
                 moe_intermediate_size=704,
             ),
             25_233_141_760,
+        ),
+        "12b": HFPreset(
+            _gemma4(
+                Dims(262144, 3840, 15360, 48, 16, 8),
+                1,
+                model_type="gemma4_unified_text",
+                architectures=["Gemma4UnifiedForCausalLM"],
+            ),
+            11_907_350_272,
         ),
         "31b": HFPreset(_gemma4(Dims(262144, 5376, 21504, 60, 32, 16), 4), 30_697_345_280),
     },

@@ -80,6 +80,8 @@ def leave_out(model: models.Backbone, reach: int) -> Blocks:
 
     reach: as many blocks before a block and after it may matter to it; len(layers): none is left out.
     """
+    if model.facts.shares_between_blocks:
+        reach = len(model.facts.layers)
     blocks, like = model.blocks, dict[int, int]()
     kinds, firsts = zip(*_kinds(model), strict=True)
     found = run_by(kinds, firsts, reach)

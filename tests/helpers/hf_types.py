@@ -82,10 +82,11 @@ TYPES: dict[str, dict[str, Any]] = {
     "gemma4_text": _WINDOWS
     | {
         "global_head_dim": 32,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": 256,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
     },
+    "gemma4_unified_text": _WINDOWS | {"global_head_dim": 32},
     "glm4": {},
     "glm4_moe": _ROUTED,
     "glm4_moe_lite": _ROUTED | _LATENT | {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
@@ -182,7 +183,9 @@ def config(kind: str, **more: Any) -> Any:
     own = ALL.get(kind, {}) | more
     known = {*inspect.signature(cls.__init__).parameters, *getattr(cls, "__dataclass_fields__", {})}
     known |= {*getattr(cls, "attribute_map", {}), *own}
-    return cls(**{key: value for key, value in (_COMMON | own).items() if key in known})
+    values = _COMMON | own
+    values["vocab_size_per_layer_input"] = values["vocab_size"]
+    return cls(**{key: value for key, value in values.items() if key in known})
 
 
 def causal(kind: str, **more: Any) -> Any:

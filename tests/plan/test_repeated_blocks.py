@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +19,21 @@ from lptune.config import (
     RunConfig,
     TeacherConfig,
 )
+from lptune.models.hf import facts as hf_facts
+from lptune.models.keys import Keys
+from lptune.models.presets import find_preset
 from lptune.plan import dry_run as dry_run_module
 from lptune.plan.dry_run import DryRun, dry_run
 from lptune.plan.repeated_blocks import leave_out, run_by
 from tests.helpers.slow import slow_but
 
 
-def _model_config(family: str, num_layers: int) -> models.DecoderConfig:
-    content = models.PRESETS[family]["tiny"] | {"num_hidden_layers": num_layers}
+def _model_config(family: str, num_layers: int, **settings: Any) -> models.Facts:
+    content = find_preset(f"{family}/tiny") | {"num_hidden_layers": num_layers} | settings
+    if family in models.HF_PRESETS:
+        facts = hf_facts.read(Keys(content, {}, "test"), Path("test"))
+        assert facts is not None
+        return facts
     return models.config_from_dict(content, "test")
 
 
@@ -162,6 +170,18 @@ def test_a_block_stands_for_those_of_its_kind_with_such_neighbours(
     kinds: str, reach: int, num_run: int
 ) -> None:
     assert _assert_neighbours_are_alike(kinds, reach) == num_run
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "num_run"),
+    # Every fourth block attends; the first that does makes the table of positions.
+    [("qwen3_5", {}, 12), ("gemma4", {"num_kv_shared_layers": 10, "use_double_wide_mlp": True}, 16)],
+)
+def test_blocks_of_transformers_are_alike_but_for_those_that_share_keys(
+    family: str, settings: dict[str, Any], num_run: int
+) -> None:
+    facts = _model_config(family, 16, layer_types=None, **settings)
+    assert len(leave_out(models.build_on_meta(facts), 1).times) == num_run
 
 
 def test_blocks_of_two_kinds_in_any_order_find_their_neighbours() -> None:

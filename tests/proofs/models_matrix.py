@@ -242,7 +242,7 @@ def _first_gradients(run_folder: Path) -> dict[str, Tensor]:
     for name, shards in manifest.shards.items():
         if name.startswith("exp_avg/"):
             parts = []
-            for shard in sorted(shards, key=lambda each: each.start):
+            for shard in sorted(shards, key=lambda each: each.box):
                 with safe_open(str(manifest.folder / shard.file), framework="pt") as file:
                     parts.append(file.get_tensor(name)[shard.at : shard.at + shard.num_rows])
             found[name] = torch.cat(parts)

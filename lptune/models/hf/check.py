@@ -99,11 +99,7 @@ def _cache_is_exact(model: Any, seed: int) -> bool:
 
 
 def _model(twin: HFFacts) -> Any:
-    """One block of each kind; all where blocks share tensors that are counted by block."""
-    content, layers = json.loads(twin.content), list(twin.layers)
-    shares = content.get("hidden_size_per_layer_input") or content.get("num_kv_shared_layers")
-    kept = [n for n, layer in enumerate(layers) if shares or layers.index(layer) == n]
-    model = build_on_meta(twin.with_layers(kept)).to_empty(device="cpu")
+    model = build_on_meta(twin.with_layers(twin.one_of_each())).to_empty(device="cpu")
     model.reset_buffers("cpu")
     return model
 

@@ -87,7 +87,18 @@ class HFFacts(Facts):
         """Where config.json is; constants are read from there, too."""
         return Path(self.where).parent
 
+    @property
+    def shares_between_blocks(self) -> bool:
+        """Embeddings of layers are one matrix; and later blocks read the keys of earlier ones."""
+        content = json.loads(self.content)
+        return bool(content.get("hidden_size_per_layer_input") or content.get("num_kv_shared_layers"))
+
     def with_layers(self, numbers: Sequence[int]) -> Self:
+        if len(numbers) < len(self.layers) and self.shares_between_blocks:
+            raise UserError(
+                f"{self.where}: blocks of {self.family!r} share keys or embeddings, so one of them cannot "
+                "run alone to be timed; compare kinds by `lptune sweep`"
+            )
         kept = range(len(self.layers)) if self.kept is None else self.kept
         return replace(super().with_layers(numbers), kept=tuple(kept[number] for number in numbers))
 

@@ -75,8 +75,7 @@ def _run(facts: HFFacts, in_float32: frozenset[str]) -> "tuple[Any, _Uses]":
     """A block of each kind on fake tensors, parameters in bfloat16 but for those of these names; what was
     seen.
     """
-    firsts = {layer: number for number, layer in reversed(list(enumerate(facts.layers)))}
-    model: Any = build_on_meta(facts.with_layers(sorted(firsts.values())))
+    model: Any = build_on_meta(facts.with_layers(facts.one_of_each()))
     for name, parameter in model.named_parameters():
         if name not in in_float32:
             parameter.data = parameter.data.bfloat16()

@@ -66,7 +66,11 @@ class Prompts(NamedTuple):
 def keep_documents_apart(mixer: nn.Module) -> None:
     """Makes `mixer` take an argument `lptune_rows`, of Rows or Prompts, in place."""
     cls: Any = type(mixer)
+    mixer.__class__ = _with_rows(cls)
 
+
+@functools.cache  # mixers of one class stay of one class: a dry run finds blocks alike by it
+def _with_rows(cls: Any) -> type[nn.Module]:
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         rows: Rows | Prompts | None = kwargs.pop("lptune_rows", None)
         if rows is None:
@@ -82,7 +86,7 @@ def keep_documents_apart(mixer: nn.Module) -> None:
         return (back, *others) if isinstance(found, tuple) else back
 
     own = {"forward": forward, "runs_eagerly": True, "__module__": cls.__module__}
-    mixer.__class__ = type(cls.__name__, (cls,), own)
+    return type(cls.__name__, (cls,), own)
 
 
 def _begin(

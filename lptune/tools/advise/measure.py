@@ -288,11 +288,6 @@ def _groups_in(groups: Sequence[Group], blocks: Sequence[int]) -> tuple[Group, .
     )
 
 
-def _distinct_blocks(config: models.Facts) -> list[int]:
-    """The number of the first block of each kind of block."""
-    return [config.layers.index(layer) for layer in dict.fromkeys(config.layers)]
-
-
 def _rest(
     cfg: RunConfig,
     planned: training.PlannedStep,
@@ -302,7 +297,7 @@ def _rest(
     world: World,
 ) -> tuple[float, float, float, list[int]]:
     """Seconds of: all blocks, what is no block, the update of what was built; and the blocks in it."""
-    distinct = _distinct_blocks(config)
+    distinct = config.one_of_each()
     model = models.build_on_meta(config.with_layers(distinct))
     plan = linear.convert(model, PrecisionConfig(kind="none"), device=world.device)
     distributed.parallelize(model, world, cfg)
@@ -482,7 +477,7 @@ def _timed_rows(
 
 def _weights(config: models.Facts) -> tuple[int, int]:
     """Weights of one block of each kind, and of the head."""
-    small = models.build_on_meta(config.with_layers(_distinct_blocks(config)))
+    small = models.build_on_meta(config.with_layers(config.one_of_each()))
     head = config.vocab_size * config.hidden_size
     return sum(parameter.numel() for parameter in small.blocks.parameters()), head
 

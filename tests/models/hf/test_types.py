@@ -311,8 +311,11 @@ def test_blocks_after_the_last_one_pass_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("gemma4_text", {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16}),
-        ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+        (
+            "gemma4_text",
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+            | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        ),
         ("phimoe", {"num_local_experts": 4}),  # samples experts in training mode
     ],
 )
