@@ -9,7 +9,7 @@ takes seconds. torch has two caches there. It looks into the second one if the f
     Inductor's      from a graph of forward or of backward to its compiled code
 
 A cache is right if its key holds all that decides the code. A graph of lptune has three things that torch
-cannot see, so lptune adds them to the key (`use_caches`, and `cache_hash` of the last item):
+cannot see, so lptune adds them to the key (`set_options`, and `cache_hash` of the last item):
 
 - Ops of lptune. A graph holds their names alone. The code depends on the shapes and strides that their
   fakes return. A digest of lptune's source is a part of every key, so another version compiles anew.
@@ -96,13 +96,15 @@ def check_compiler(mode: str) -> None:
         )
 
 
-def use_caches(has_dtensors: bool) -> None:
-    """Makes torch.compile find in its caches what an earlier process of this version of lptune compiled. It
-    sets options of torch for this process. has_dtensors: whether weights in the graphs are DTensors.
+def set_options(*, has_dtensors: bool, has_side_effects: bool) -> None:
+    """Sets options of torch for this process. It finds in its caches what an earlier process of this version
+    of lptune compiled. has_dtensors: whether weights in the graphs are DTensors. has_side_effects: whether a
+    block leaves keys for later blocks in a mapping, and recomputing it need not do so again.
     """
     import torch._functorch.config as functorch
     import torch.compiler.config as compiler
 
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = has_side_effects
     functorch.autograd_cache_allow_custom_autograd_functions = not has_dtensors
     tag = f"lptune {_digest_of_ops()}"
     if not compiler.cache_key_tag.endswith(tag):  # the user may have a tag, too

@@ -44,7 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lptune.base.errors import UserError
 from lptune.config import ParallelConfig, RunConfig
-from lptune.distributed.compilation import compile_chunk_loss, compile_forward, use_caches
+from lptune.distributed.compilation import compile_chunk_loss, compile_forward, set_options
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.hardware.planned import planned
@@ -130,7 +130,8 @@ def parallelize(
     # on the blocks break the graph.
     by_block = cfg.compile == "block"
     if cfg.compile != "none":
-        use_caches(has_dtensors=world.tensor_mesh is not None)
+        shares = backbone is not None and backbone.facts.shares_between_blocks
+        set_options(has_dtensors=world.tensor_mesh is not None, has_side_effects=shares)
         world.compile_watch.start(world.is_main)
     compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
     if by_block and backbone is not None:

@@ -8,7 +8,7 @@ import torch
 
 from lptune import distributed
 from lptune.distributed import CompileWatch
-from lptune.distributed.compilation import use_caches
+from lptune.distributed.compilation import set_options
 from lptune.linear import GatheredWeight
 from lptune.linear.weights.row_tensor import RowTensor
 from tests.helpers import cold
@@ -107,10 +107,10 @@ def test_a_session_closes_its_watch() -> None:
 
 def test_the_tag_of_the_caches_keeps_the_users_and_names_our_ops_once() -> None:
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        use_caches(has_dtensors=False)
+        set_options(has_dtensors=False, has_side_effects=False)
         tag = torch.compiler.config.cache_key_tag
         assert tag.startswith("mine lptune ")
-        use_caches(has_dtensors=False)
+        set_options(has_dtensors=False, has_side_effects=False)
         assert torch.compiler.config.cache_key_tag == tag
 
 

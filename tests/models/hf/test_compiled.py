@@ -1,4 +1,6 @@
-"""Blocks with recurrent mixers where blocks are compiled: what is around a mixer is, the mixer is not."""
+"""Compiled blocks: with recurrent mixers what is around a mixer is compiled, the mixer is not; with keys that
+blocks leave for later ones, whole blocks are.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,19 +39,24 @@ def _gradients(
     return found, num_graphs
 
 
-@pytest.mark.parametrize("recomputed", ["none", pytest.param("full", marks=pytest.mark.slow)])
-def test_a_hybrid_compiles_once_for_documents_of_all_lengths(
-    recomputed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+_FEW = {"lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "recomputed"),
+    [("lfm2", "none"), pytest.param("lfm2", "full", marks=pytest.mark.slow), ("gemma4_text", "full")],
+)
+def test_blocks_compile_once_for_documents_of_all_lengths(
+    kind: str, recomputed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
-    hf_types.causal("lfm2", **layers).save_pretrained(tmp_path)
+    hf_types.causal(kind, **_FEW.get(kind, {})).save_pretrained(tmp_path)
     expected, _ = _gradients(tmp_path, "none", recomputed, monkeypatch)
     compiled = torch.compile  # by a backend that writes no C++; what is compiled, and when, is the same
     monkeypatch.setattr(torch, "compile", lambda *args, **keys: compiled(*args, **keys, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found, num_graphs = _gradients(tmp_path, "block", recomputed, monkeypatch)
-    assert num_graphs[0] >= 3  # before and after the mixer, and the block of attention
+    assert num_graphs[0] >= 3  # before and after the mixer, and the block of attention; four blocks
     assert len(set(num_graphs)) == 1
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
