@@ -52,12 +52,17 @@ def compile_forward(modules: Iterable[nn.Module], mode: str, *, fullgraph: bool)
         return
     check_compiler(mode)
     for module in modules:
-        eager: list[Any] = [each for each in module.modules() if getattr(each, "runs_eagerly", False)]
+        eager: list[Any] = list(filter(runs_eagerly, module.modules()))
         for each in eager:
             each.forward = torch.compiler.disable(each.forward)
         # Static shapes: all rows have one length, and a dynamic graph would be slower.
         whole = fullgraph and not eager
         module.forward = torch.compile(module.forward, fullgraph=whole, dynamic=False)
+
+
+def runs_eagerly(module: nn.Module) -> bool:
+    """Whether `compile_forward` leaves it out, and compiles what is around it."""
+    return getattr(module, "runs_eagerly", False)
 
 
 def compile_chunk_loss(module: nn.Module) -> None:

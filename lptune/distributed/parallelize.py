@@ -44,7 +44,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lptune.base.errors import UserError
 from lptune.config import ParallelConfig, RunConfig
-from lptune.distributed.compilation import compile_chunk_loss, compile_forward, set_options
+from lptune.distributed.compilation import compile_chunk_loss, compile_forward, runs_eagerly, set_options
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.hardware.planned import planned
@@ -95,7 +95,7 @@ def parallelize(
     """
     backbone = model if isinstance(model, Backbone) else None
     if backbone is not None:
-        backbone.facts.check_cut(cfg.parallel.tensor)
+        backbone.facts.check_execution(cfg.parallel.tensor, cfg.compile)
     compute_dtype = getattr(torch, cfg.compute_dtype)
     names = frozenset[str]()
     if backbone is not None and compute_dtype != torch.float32:
@@ -125,7 +125,13 @@ def parallelize(
     elif mode == "full" and cfg.compile != "none":
         mode = "full, compiled"
     # A Backbone draws nothing, but a copy of a recipe may add dropout, whose masks the compiler keeps itself.
-    checkpoint_activations(each, mode, keeps_random_state=backbone is None or cfg.compile == "none")
+    keeps = backbone is None or cfg.compile == "none"
+    # torch compiles no part of a recomputed function that breaks the graph. So what is around a mixer is
+    # compiled first, and recomputed as it is.
+    broken = [block for block in each if any(map(runs_eagerly, block.modules()))]
+    outside = broken if mode == "full, compiled" and cfg.compile == "block" else []
+    inside = [block for block in each if block not in outside]
+    checkpoint_activations(inside, mode, keeps_random_state=keeps)
     # Blocks compile without graph breaks, but for mixers of recurrent models. In a whole model, FSDP's hooks
     # on the blocks break the graph.
     by_block = cfg.compile == "block"
@@ -133,7 +139,17 @@ def parallelize(
         shares = backbone is not None and backbone.facts.shares_between_blocks
         set_options(has_dtensors=world.tensor_mesh is not None, has_side_effects=shares)
         world.compile_watch.start(world.is_main)
+        has_experts = any(hasattr(m, "num_groups") and not hasattr(m, "spec") for m in model.modules())
+        if has_experts and compute_dtype != torch.bfloat16:
+            raise UserError(
+                "compile: torch compiles experts in high precision in bfloat16 alone; set compile=none, or "
+                "compute_dtype=bfloat16"
+            )
     compile_forward(each if by_block else [model], cfg.compile, fullgraph=by_block)
+    for block in outside:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=keeps
+        )
     if by_block and backbone is not None:
         compile_chunk_loss(backbone.chunk_loss)
     gather_in_8_bits(model, compute_dtype)

@@ -74,9 +74,9 @@ class Facts(ABC):
         """Why tensor parallelism cannot cut the model's matrices; None: it can, where their sizes divide."""
         return None
 
-    def check_cut(self, num_tensor_ranks: int) -> None:
-        """Raises UserError, one line, if the model cannot be cut as a config asks. num_tensor_ranks: the key
-        `parallel.tensor`.
+    def check_execution(self, num_tensor_ranks: int, compile_mode: str) -> None:
+        """Raises UserError, one line, if the model cannot be cut or compiled as a config asks.
+        num_tensor_ranks, compile_mode: the keys `parallel.tensor` and `compile`.
         """
         if num_tensor_ranks > 1 and (why := self.why_not_cut):
             raise UserError(

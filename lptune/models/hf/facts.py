@@ -76,6 +76,13 @@ class HFFacts(Facts):
         """Its modules are transformers', and have no plan."""
         return f"{self.family!r} is built by transformers' code, whose matrices lptune cannot cut"
 
+    def check_execution(self, num_tensor_ranks: int, compile_mode: str) -> None:
+        super().check_execution(num_tensor_ranks, compile_mode)
+        if compile_mode == "model":
+            raise UserError(
+                f"compile: torch cannot compile transformers' {self.family!r} as a whole; set compile=block"
+            )
+
     def check(self) -> None:
         """Tries a small model of the same config (check.py)."""
         from lptune.models.hf.check import check

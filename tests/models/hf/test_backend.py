@@ -56,5 +56,7 @@ def test_a_backend_that_has_no_such_model_is_refused_in_one_line(tmp_path: Path)
     with pytest.raises(UserError, match="'qwen3_moe'"):
         preflight.check_models(load_config(FinetuneConfig, config, ["model.backend=native"]))
     preflight.check_models(load_config(FinetuneConfig, config, ["model.backend=transformers"]))
+    with pytest.raises(UserError, match=r"compile: .*compile=block"):
+        preflight.check_models(load_config(FinetuneConfig, config, ["compile=model"]))
     with pytest.raises(UserError, match=r"model\.backend"):
         load_config(FinetuneConfig, config, ["model.backend=torch"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lptune import distributed, linear
+from lptune import distributed, linear, models
+from lptune.base.errors import UserError
 from lptune.distributed import Execution
 from tests.helpers import hf_types, packed
 
@@ -37,6 +38,20 @@ def _gradients(
             num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
             model.zero_grad()
     return found, num_graphs
+
+
+def test_experts_in_float32_are_refused_where_torch_cannot_compile_them(tmp_path: Path) -> None:
+    hf_types.causal("qwen3_moe").save_pretrained(tmp_path)
+    how = Execution(compile="block", compute_dtype="float32")
+    with distributed.session("cpu") as world:
+        distributed.parallelize(_converted(packed.loaded(tmp_path)), world, how)
+        with pytest.raises(UserError, match=r"compile: .*compute_dtype=bfloat16"):
+            distributed.parallelize(packed.loaded(tmp_path), world, how)
+
+
+def _converted(model: models.Backbone) -> models.Backbone:
+    linear.convert(model, "int8_rowcol")
+    return model
 
 
 _FEW = {"lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}}
