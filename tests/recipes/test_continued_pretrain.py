@@ -35,6 +35,7 @@ def pretrain_config(tiny_checkpoint: Path, tmp_path: Path) -> Path:
     data = {
         "source": [{"source": str(tmp_path / "animals.jsonl"), "weight": 3}, str(tmp_path / "numbers.jsonl")],
         "eval_source": [str(tmp_path / f"{name}_test.jsonl") for name in WORDS],
+        "chat_template": "none",  # raw text; test_every_recipe.py trains with a template beside it
         "seq_len": 128,
     }
     path = write_config(tmp_path / "pretrain.yaml", tiny_checkpoint, tmp_path / "run", data=data)
