@@ -61,10 +61,7 @@ quickstart: .venv/.installed
 # its source, for all workers and ranks and for the next time.
 SUITE := "not slow and not kernels"
 BY_FILE := --dist loadfile --no-loadscope-reorder --durations=15
-# Images of containers often set PYTHONDONTWRITEBYTECODE; each worker then rewrites the assertions of all tests
-# anew, at 4 s of CPU time.
 test: export OMP_NUM_THREADS := 1
-test: export PYTHONDONTWRITEBYTECODE :=
 test: .venv/.installed
 	$(BIN)/python -m pytest -m $(SUITE) -n 3 $(BY_FILE)
 

@@ -363,4 +363,4 @@ def test_the_files_that_are_to_run_first_exist(pytestconfig: pytest.Config) -> N
         if getattr(plugin, "__file__", None) == str(ROOT / "tests" / "conftest.py")
     ]
     assert conftest.LONGEST
-    assert [name for name in conftest.LONGEST if not (ROOT / "tests" / name).is_file()] == []
+    assert [name for name in conftest.LONGEST if not (ROOT / "tests" / f"{name}.py").is_file()] == []
