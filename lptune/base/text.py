@@ -81,6 +81,19 @@ def line_width() -> int | None:
     return max(_NARROWEST, shutil.get_terminal_size((80, 24)).columns) if sys.stdout.isatty() else None
 
 
+def fitted(text: str) -> str:
+    """`text` in lines that end between words on this terminal. In a pipe, and rows of tables, as they are."""
+    width = line_width()
+    lines = text.split("\n")
+    if width is None:
+        return text
+    longer = [len(line) > width and "  " not in line.strip() for line in lines]
+    return "\n".join(
+        "\n".join(wrapped(line.strip(), width, len(line) - len(line.lstrip()), 2)) if is_longer else line
+        for line, is_longer in zip(lines, longer, strict=True)
+    )
+
+
 def terminal_columns() -> int:
     """The width for lines that are drawn in place: that of the terminal, at most 120."""
     # A terminal that does not report its width reports 0, and tqdm then draws nothing; shutil returns 80.

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lptune import launch
 from lptune.base import progress
 from lptune.base.errors import UserError, no_gpu_error, too_many_ranks_error
-from lptune.base.text import printable
+from lptune.base.text import fitted, printable
 from lptune.config import ParallelConfig, mesh_axes
 from lptune.distributed.compilation import CompileWatch
 from lptune.hardware.host_memory import keep_freed_memory
@@ -172,7 +172,7 @@ class World:
     def print(self, text: str) -> None:
         """Prints on the main rank only, with escapes for control characters."""
         if self.is_main:
-            progress.print_line(text)
+            progress.print_line(fitted(text))
 
     @contextmanager
     def phase(

@@ -3,7 +3,7 @@
 import pytest
 
 from lptune.base.errors import DivergedError, UserError
-from lptune.base.text import flop_text, printable, size_text, table, wrapped
+from lptune.base.text import fitted, flop_text, printable, size_text, table, wrapped
 
 ESCAPES = "\x1b]0;title\x07\x1b[2J \x9b31m a\rb \u202egnp.exe \u200b \x7f \udcff"
 
@@ -42,3 +42,18 @@ def test_lines_hang_and_only_paths_are_cut() -> None:
     assert wrapped("a bc def", 6, 1, 2) == [" a bc", "   def"]
     assert wrapped("abc-defghi", 5) == ["abc-defghi"]
     assert wrapped("abcdefghi", 5, break_words=True) == ["abcde", "fghi"]
+
+
+def test_a_terminal_breaks_no_word_of_a_sentence_and_no_row_of_a_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sentence, row = "  word" + " word" * 20, "q_proj  " * 15
+    monkeypatch.setenv("COLUMNS", "60")
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
+        lines = fitted(f"{sentence}\n{row}").split("\n")
+        assert lines[-1] == row
+        assert " ".join(" ".join(lines[:-1]).split()) == sentence.strip()
+        assert len(lines) == (3 if is_terminal else 2)
+    assert max(map(len, lines[:-1])) <= 60
+    assert [len(line) - len(line.lstrip()) for line in lines[:-1]] == [2, 4]
