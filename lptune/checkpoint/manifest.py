@@ -26,7 +26,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,7 +159,7 @@ def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
         mine = largest_first[group.rank :: group.size]
         with ThreadPoolExecutor(num_threads()) as pool:  # hashing releases the GIL
             list(pool.map(lambda name: check_file(folder / name, manifest.files[name]), mine))
-        check_stored(manifest, manifest.files)
+        _check_stored(manifest)
     return manifest
 
 
@@ -231,16 +231,17 @@ def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
     return manifest
 
 
-def check_stored(manifest: Manifest, files: Collection[str]) -> None:
-    """Compares the headers of `files` with the shards: the files contain exactly the listed tensors, every
+def _check_stored(manifest: Manifest) -> None:
+    """Compares the headers of the files with the shards: the files contain exactly the listed tensors, every
     row of a stored tensor is in one shard, and all parts of a tensor agree in dtype and dimensions.
     """
-    headers = {file: read_shapes(manifest.folder / file) for file in files if file.endswith(".safetensors")}
+    headers = {
+        file: read_shapes(manifest.folder / file) for file in manifest.files if file.endswith(".safetensors")
+    }
     expected: dict[str, dict[str, list[Shard]]] = {file: {} for file in headers}
     for name, parts in manifest.shards.items():
         for part in parts:
-            if part.file in expected:
-                expected[part.file].setdefault(name, []).append(part)
+            expected[part.file].setdefault(name, []).append(part)
     for file, tensors in expected.items():
         path, header = manifest.folder / file, headers[file]
         for name in sorted(header.keys() ^ tensors.keys()):
@@ -261,7 +262,7 @@ def check_stored(manifest: Manifest, files: Collection[str]) -> None:
                     f"{path}: tensor {name!r} is {list(shape)}, the manifest says {wanted} elements"
                 )
             first_file = manifest.shards[name][0].file
-            first_dtype, first_shape = headers.get(first_file, {}).get(name, (dtype, shape))
+            first_dtype, first_shape = headers[first_file].get(name, (dtype, shape))
             if (dtype, len(shape), shape[cut:]) != (first_dtype, len(first_shape), first_shape[cut:]):
                 raise UserError(
                     f"{path}: tensor {name!r} is {dtype} {list(shape)}, in {first_file} it is {first_dtype} "

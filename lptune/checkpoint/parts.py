@@ -26,7 +26,7 @@ from lptune.base.files import TEMPORARY, Lock
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.load import in_threads
-from lptune.checkpoint.manifest import Manifest, check_file, check_stored
+from lptune.checkpoint.manifest import Manifest, check_file
 from lptune.checkpoint.storage import Storage
 
 _FETCHED = f"{TEMPORARY}fetched"
@@ -90,10 +90,6 @@ class Part:
         except DamagedError as error:
             return str(error)
         return None
-
-    def check(self) -> None:
-        """Compares what is here with the manifest's tensors. Raises UserError."""
-        check_stored(self.manifest, self.present())
 
 
 def settle(written: Path, name: str | None) -> None:

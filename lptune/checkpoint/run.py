@@ -190,10 +190,9 @@ class Run:
             return False
         check_unchanged(self._saved, self._state, self.world.print, type(self.cfg))
         exports = self.cfg.export.enabled
-        if exports:
-            place = self._copy if self._copy is not None and self.folder.own_disks else self.folder
-            if not place.is_exported(step_of(self._to_export()), self.cfg.export):
-                return False
+        place = self._own or self.folder
+        if exports and not place.is_exported(step_of(self._to_export()), self.cfg.export):
+            return False
         if self._copy is not None and self._has_metrics:
             self._copy.begin(self._continues)
         and_exported = " and exported" if exports else ""
@@ -356,49 +355,42 @@ class Run:
         """
         self.close()
         if not self.cfg.export.enabled:
-            newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no checkpoint"
+            newest = "there is no checkpoint"
+            if self._newest is not None:
+                newest = f"the newest checkpoint is {self._place_of(self._newest)}"
             self.world.print(f"no export (export.enabled: false); {newest}")
             return
-        checkpoint = self._to_export()
-        if self._copy is not None and self.folder.own_disks:
-            self._export_parts(self._copy, base, checkpoint)
-            return
-        if checkpoint != self._newest:  # the newest was verified, or has just been written
+        checkpoint, count = self._to_export(), self.cfg.export.average_checkpoints
+        folder, manifests, publish = self.folder.export, list[Manifest](), None
+        whole = str(folder)
+        if self._own is not None:
+            folder, publish = self.folder.parts / folder.name, self._own.publish_export
+            manifests, whole = self._own.to_export(step_of(checkpoint), count), self._own.place(folder.name)
+        elif checkpoint != self._newest:  # the newest was verified, or has just been written
             with self.world.phase(f"verifying {checkpoint.name}"), side_group(self.world) as group:
                 verify(checkpoint, group)
         with self.world.phase("exporting and reading back"):
-            export_hf(checkpoint, base.index, self.folder.export, self.cfg.export, self.world)
+            cfg, world = self.cfg.export, self.world
+            export_hf(checkpoint, base.index, folder, cfg, world, manifests=manifests, publish=publish)
         self.folder.on_main(lambda: self.folder.write_exported(step_of(checkpoint), self.cfg.export))
         if self._copy is not None:
             self._copy.send_export()
-        self._say_exported(str(self.folder.export), checkpoint)
-
-    def _export_parts(self, copy: RunCopy, base: Base, checkpoint: Path) -> None:
-        """`export` where machines have a disk each: to the address alone."""
-        with self.world.phase(f"looking for {checkpoint.name}"):
-            manifests = copy.to_export(step_of(checkpoint), self.cfg.export.average_checkpoints)
-        with self.world.phase("exporting and reading back"):
-            export_hf(
-                checkpoint,
-                base.index,
-                self.folder.parts / self.folder.export.name,
-                self.cfg.export,
-                self.world,
-                manifests=manifests,
-                publish=copy.publish_export,
-            )
-        self.folder.on_main(lambda: self.folder.write_exported(step_of(checkpoint), self.cfg.export))
-        copy.exported()
-        self._say_exported(f"{self.cfg.checkpoint.copy_to}/{self.folder.export.name}", checkpoint)
-
-    def _say_exported(self, export: str, checkpoint: Path) -> None:
-        count = self.cfg.export.average_checkpoints
         averages = "the moving averages in " * bool(self.cfg.optimizer.ema_decay and self.cfg.export.ema)
         what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
         high = ""
         if self.cfg.export.quantized != "none":
-            high = f"; in {self.cfg.export.quantized}, {checkpoint} has the weights in float32"
-        self.world.print(f"export: {export} (read back and compared with {what}{high})")
+            where = self._place_of(checkpoint)
+            high = f"; in {self.cfg.export.quantized}, {where} has the weights in float32"
+        self.world.print(f"export: {whole} (read back and compared with {what}{high})")
+
+    def _place_of(self, checkpoint: Path) -> str:
+        """Where a checkpoint is whole."""
+        return str(checkpoint) if self._own is None else self._own.place(f"checkpoints/{checkpoint.name}")
+
+    @property
+    def _own(self) -> RunCopy | None:
+        """The copy, where machines have a disk each, so that it alone is whole."""
+        return self._copy if self.folder.own_disks else None
 
     def _to_export(self) -> Path:
         """The checkpoint that `export` exports. A collective."""
@@ -406,8 +398,8 @@ class Run:
         if not (self._stops_early and self.cfg.checkpoint.keep_best):
             return self._newest
         folder = self.folder.steps
-        if self._copy is not None and self.folder.own_disks:
-            return folder / step_folder_name(self._copy.best())
+        if self._own is not None:
+            return folder / step_folder_name(self._own.best())
         best = self.folder.on_main(lambda: step_of(best_checkpoint(folder, self.metrics)))
         return folder / step_folder_name(best)
 

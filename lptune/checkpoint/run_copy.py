@@ -161,7 +161,7 @@ class RunCopy:
                     steps = [each for each in self._steps() if each <= step][:count]
                     if len(steps) < count or steps[0] != step:
                         has = ", ".join(map(str, steps)) or "none"
-                        raise UserError(
+                        raise UnavailableError(  # the steps may only have to be done and copied again
                             f"{_KEY}: {self._storage.address}: the export needs {count} checkpoints until "
                             f"step {step}, and there are those of {has}; run again"
                         )
@@ -175,8 +175,7 @@ class RunCopy:
         """The step of the checkpoint at the address with the lowest eval_loss; the newest of equal ones."""
 
         def find() -> int:
-            known = evaluations(self._folder.metrics)
-            losses = {step: known.get(step) for step in self._steps()}
+            losses = self._losses(self._steps())
             return min(losses, key=lambda step: (losses[step] is None, losses[step] or 0.0, -step))
 
         return self._folder.on_main(find)
@@ -206,15 +205,19 @@ class RunCopy:
             if self._folder.prepares:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def exported(self) -> None:
-        """Copies export.json, which says what the export at the address is."""
-        self._folder.on_main(
-            lambda: self._storage.write("export.json", (self._folder.path / "export.json").read_bytes())
-        )
+    def place(self, name: str) -> str:
+        """What is called `name` at the address, for the user."""
+        return f"{self._storage.address}/{name}"
 
     def send_export(self) -> None:
-        """Copies the export in place of an earlier one. After an error prints a line."""
+        """Copies the export in place of an earlier one. After an error prints a line. Where machines have a
+        disk each, it is there, and export.json is missing, which says what it is.
+        """
         export = self._folder.export
+        if self._folder.own_disks:
+            said = self._folder.path / "export.json"
+            self._folder.on_main(lambda: self._storage.write(said.name, said.read_bytes()))
+            return
         try:
             with (
                 self._world.phase(f"copying the export to {self._storage.address}"),
@@ -272,10 +275,14 @@ class RunCopy:
         return self._folder.run_id(), there.get("id")
 
     def _check_disks(self, steps: list[int], group: SideGroup) -> None:
-        """Raises UserError if a machine's disk has another run, or machine 0's a checkpoint that is newer
-        than any at the address, from the time when it was the only one.
+        """Raises UserError if a machine's disk has another run, or this one of another address; or if machine
+        0 has a checkpoint that is newer than any at the address, from the time when it was the only machine.
         """
-        ids = self._world.gather(self._ids() if self._world.is_main else None)[0]
+        ids: tuple[object, ...] = ()
+        with self._at_start(group):
+            if self._world.is_main:
+                ids = self._ids()
+        ids, num_there = self._world.gather(ids)[0], group.of_main(len(steps))
         with self._at_start(group):
             if not self._folder.prepares:
                 return
@@ -287,6 +294,9 @@ class RunCopy:
             if whole and step_of(whole[0]) > max(steps, default=-1):
                 what = f"has {whole[0].name}, which is not at {self._storage.address}"
                 raise UserError(f"{where} {what}; start that machine alone once, which copies it")
+            if not num_there and self._folder.has_steps():
+                what = f"has part of a run of which {self._storage.address} has no checkpoint"
+                raise UserError(f"{where} {what}; give its own {_KEY}, or choose another folder")
 
     def _check_place(self) -> None:
         """Raises UserError if nothing can be written to the address, or what is written is in output_dir."""
@@ -373,14 +383,8 @@ class RunCopy:
         held = {name for names in self._world.gather(here) for name in names}
         with self._at_start(group):
             damage = part.fetch_missing(held, group.rank, group.size)
-        if (line := group.first_line(damage)) is not None:
-            return UserError(line)
-        try:
-            with group.together(_ERRORS, why):
-                part.check()
-        except UserError as error:
-            return error
-        return part.manifest
+        line = group.first_line(damage)
+        return part.manifest if line is None else UserError(line)
 
     def _receive(self, place: str, folder: Path, group: SideGroup) -> Manifest | UserError:
         """Fetches a checkpoint to `folder`, each rank its share of the files, and verifies it. Returns what

@@ -116,25 +116,20 @@ class RunFolder:
         elif blind := blind_machines(self.path, self._world, _PATIENCE_S):
             self.own_disks = True
             self._world.print(
-                f"note: output_dir: {', '.join(blind)} do not see what rank 0 writes to {self.path}, so "
-                "checkpoints and the export are whole at checkpoint.copy_to alone"
+                f"note: output_dir: what rank 0 writes to {self.path} does not appear on {', '.join(blind)}, "
+                "so checkpoints and the export are whole at checkpoint.copy_to alone"
             )
         self._is_compared = True
 
-    def on_machines(self, work: Callable[[], None]) -> None:
-        """`on_main`, by the first rank of each machine on its disk. A collective."""
-        with side_group(self._world) as group, group.together((UserError,), str), _errors_of(self.path):
-            if self.prepares:
-                work()
-
-    def on_main(self, work: Callable[[], int | None]) -> int:
+    def on_main(self, work: Callable[[], int | None], *, each_disk: bool = False) -> int:
         """Has the main rank do `work` in the folder. After it all ranks go on with what it returned, since
-        others may see an older state of a network folder, or all raise its UserError. A collective.
+        others may see an older state of a network folder, or all raise its UserError. each_disk: the ranks
+        that prepare the folder do it, each on its disk. A collective.
         """
         found = 0
         with side_group(self._world) as group:
             with group.together((UserError,), str), _errors_of(self.path):
-                if self._world.is_main:
+                if self.prepares if each_disk else self._world.is_main:
                     self.check_held()
                     found = int(work() or 0)
             return group.of_main(found)
@@ -212,7 +207,7 @@ class RunFolder:
                 self._make()
                 parts.empty(self.parts, [resumed.folder] if resumed is not None else [])
 
-            self.on_machines(prepare)
+            self.on_main(prepare, each_disk=True)
         launch.keep_log(self.path / "logs")
 
     def make(self, say: Callable[[str], None]) -> None:
@@ -285,16 +280,16 @@ class RunFolder:
     def name_run(self) -> None:
         """Has each machine's folder say of which run it is. run.json must be there. A collective."""
         run_id = self._world.gather(self.run_id() if self._world.is_main else None)[0]
-        self.on_machines(lambda: None if self.run_id() == run_id else self._write_id(run_id))
 
-    def run_id(self) -> str | None:
+        def write() -> None:
+            if self.run_id() != run_id:
+                write_json(self.path / "run.json", {"id": run_id})
+
+        self.on_main(write, each_disk=True)
+
+    def run_id(self) -> Any:
         """The id in run.json on this machine; None: there is none."""
-        with suppress(UserError):
-            return _id_in(read_object(self.path / "run.json", missing={}))
-        return None
-
-    def _write_id(self, run_id: str) -> None:
-        write_json(self.path / "run.json", {"id": run_id})
+        return read_object(self.path / "run.json", missing={}).get("id")
 
     def check_held(self) -> None:
         """Raises UserError if the path no longer leads to the folder in which this run began."""
@@ -430,7 +425,7 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
         if any(world.gather(run.path.is_dir())):
             run.compare_disks()
             if run.own_disks:
-                run.on_machines(lambda: None if world.is_main else run.check(cfg.resume))
+                run.on_main(lambda: None if world.is_main else run.check(cfg.resume), each_disk=True)
         with _errors_of(run.path):
             yield run
     finally:
@@ -465,7 +460,9 @@ def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world:
     held: dict[str, Any] = {}
     with suppress(UserError):
         held = read_object(path)
-    launches = held.get("launches")
+    run_id, launches = held.get("id"), held.get("launches")
+    # Trackers name a run by it, in an address or as a file, so no other text will do.
+    is_id = isinstance(run_id, str) and re.fullmatch("[0-9a-f]{8}", run_id)
     launch = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": step,
@@ -481,20 +478,12 @@ def write_launch(path: Path, data_digest: str, step: int, num_steps: int, world:
     write_json(
         path,
         {
-            "id": _id_in(held) or secrets.token_hex(4),
+            "id": run_id if is_id else secrets.token_hex(4),
             **_recipe(),
             "data_digest": data_digest,
             "launches": [*(launches if isinstance(launches, list) else []), launch][-_MAX_LAUNCHES:],
         },
     )
-
-
-def _id_in(held: Mapping[str, Any]) -> str | None:
-    """The id in the content of run.json. Trackers name a run by it, in an address or as a file, so no other
-    text will do.
-    """
-    run_id = held.get("id")
-    return run_id if isinstance(run_id, str) and re.fullmatch("[0-9a-f]{8}", run_id) else None
 
 
 def keep_checks_until(path: Path, step: int) -> None:
