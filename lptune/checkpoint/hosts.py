@@ -92,7 +92,8 @@ def blind_machines(folder: Path, world: World, patience_s: float) -> list[str]:
     finally:
         if world.is_main:
             file.unlink(missing_ok=True)
-    return sorted({host for host, sees in found if not sees})
+    blind = {host for host, sees in found if not sees}
+    return sorted(blind - {found[0][0]} or blind)  # where rank 0 has no folder, it sees nothing either
 
 
 def rank_here() -> tuple[int, int]:

@@ -15,6 +15,7 @@ from lptune.checkpoint import run_folder
 from lptune.checkpoint.sums import verify_sums
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
+from lptune.cli.verify import verify
 from lptune.config import FinetuneConfig, load_config
 from lptune.distributed import World
 from tests.checkpoint.test_run_copy import copied, metrics, train
@@ -51,7 +52,7 @@ def _job(
             pytest.MonkeyPatch.context() as patch,
         ):
             patch.setattr(World, "print", lambda self, text: said.append(text))
-            patch.setattr(run_folder, "_PATIENCE_S", 0.2)
+            patch.setattr(run_folder, "_PATIENCE_S", 0.0)
             try:
                 first: object = train(Path("run"), address, world, steps)
             except UserError as error:
@@ -222,8 +223,8 @@ def _recipe(rank: int, num_ranks: int, folders: list[str], config: str, override
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     cfg = load_config(FinetuneConfig, Path(config), overrides)
     with chdir(folders[rank]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_folder, "_PATIENCE_S", 0.2)
-        patch.setattr(run_folder, "PATIENCE_S", 0.2)
+        patch.setattr(run_folder, "_PATIENCE_S", 0.0)
+        patch.setattr(run_folder, "PATIENCE_S", 0.0)
         try:
             load_main(catalog.recipes()["full_finetune"])(cfg)
         except UserError as error:
@@ -260,6 +261,8 @@ def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, r
     assert (tmp_path / "copy/export/SHA256SUMS").read_text() == sums
     assert verify_sums(tmp_path / "copy/export") == len(sums.splitlines()) - 1
     assert not Path(one, "run/export").exists(), "no machine has it whole"
+    with pytest.raises(UserError, match="nor an export here: they are at its checkpoint.copy_to"):
+        verify.main([str(Path(one, "run"))], standalone_mode=False)
     assert _losses(Path(one, "run")) == _losses(Path(shared, "run"))
     written = (tmp_path / "copy/export/SHA256SUMS").stat().st_mtime_ns
     assert ranks.run(_recipe, 2, [one, two], str(config), copy) == ["", ""], "already finished"
