@@ -13,6 +13,7 @@ other ranks the files of which it needs some rows, for the export those with wei
 """
 
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from lptune.base.errors import UserError
 from lptune.base.files import TEMPORARY, Lock
-from lptune.checkpoint.files import num_threads
+from lptune.checkpoint.files import num_threads, remove_leftover
 from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.load import in_threads
 from lptune.checkpoint.manifest import Manifest, check_file
@@ -90,6 +91,19 @@ class Part:
         except DamagedError as error:
             return str(error)
         return None
+
+
+def begin(storage: Storage, place: str, folder: Path, seal: str) -> None:
+    """Puts the manifest of the address, the object `seal`, into the part `folder`. Follows no link."""
+    if folder.is_symlink():
+        folder.unlink()
+    new = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
+    new.mkdir(parents=True)
+    with suppress(OSError):  # another machine on this disk has done it
+        remove_leftover(folder / _FETCHED)
+    storage.get(place, new, [seal])
+    (new / seal).replace(folder / seal)
+    new.rmdir()
 
 
 def settle(written: Path, name: str | None) -> None:

@@ -367,8 +367,7 @@ class RunCopy:
         place, folder = _place(step), self._folder.steps / step_folder_name(step)
         with self._at_start(group):
             if self._folder.prepares:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._storage.get(place, folder, [_SEAL])
+                parts.begin(self._storage, place, folder, _SEAL)
         try:
             with group.together(_ERRORS, why):
                 part = parts.Part(self._storage, place, read_manifest(folder, is_part=True))

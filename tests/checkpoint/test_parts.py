@@ -161,7 +161,12 @@ def test_what_a_disk_has_never_wins_over_what_is_sealed(machines: Machines) -> N
     content = bytearray((part / "optimizer-00000.safetensors").read_bytes())
     content[-3] ^= 1
     (part / "optimizer-00000.safetensors").write_bytes(content)
+    elsewhere = machines.place / "elsewhere"
+    elsewhere.write_text("not the run's")
+    (part / SEAL).unlink()
+    (part / SEAL).symlink_to(elsewhere)
     assert machines.run(6, 0, 1) == 5
+    assert elsewhere.read_text() == "not the run's", "no link is followed"
     names = ("manifest.json", "model-00000.safetensors", "optimizer-00000.safetensors")
     assert machines.fetched[0] == [f"5/{name}" for name in names]
     # The disk of machine 0 has the newest whole one, which nobody has copied.
@@ -261,7 +266,7 @@ def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, r
     assert (tmp_path / "copy/export/SHA256SUMS").read_text() == sums
     assert verify_sums(tmp_path / "copy/export") == len(sums.splitlines()) - 1
     assert not Path(one, "run/export").exists(), "no machine has it whole"
-    with pytest.raises(UserError, match="nor an export here: they are at its checkpoint.copy_to"):
+    with pytest.raises(UserError, match=r"nor an export here: they are at its checkpoint.copy_to"):
         verify.main([str(Path(one, "run"))], standalone_mode=False)
     assert _losses(Path(one, "run")) == _losses(Path(shared, "run"))
     written = (tmp_path / "copy/export/SHA256SUMS").stat().st_mtime_ns
