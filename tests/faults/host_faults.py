@@ -441,6 +441,15 @@ def disks(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     bench.fresh()
     yield row("none, a disk each", [start(host, 10) for host in hosts])
     bench.fresh()
+    for size, reached in ((num_hosts, 10), (1, 20)):
+        launchers = [start(host, 5, size) for host in range(size)]
+        wait_for(network, launchers[0], f"step {reached}/")
+        lose(*range(size))
+        network.wait(*launchers)
+    again = [start(host, 5) for host in hosts]
+    # Another number of ranks adds in another order (`fewer`).
+    yield row(f"{num_hosts} hosts, then one, then {num_hosts}", again, near=1e-6)
+    bench.fresh()
     supervisors = [start(host, 10) for host in hosts]
     wait_for(network, supervisors[0], "step 20/")
     lose(last)
@@ -464,15 +473,6 @@ def disks(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
         network.wait(*launchers)
         sealed = ", just sealed" * (there / "manifest.json").exists()
         yield row(f"killed while step {step} is copied{sealed}", [start(host, 2) for host in hosts])
-    bench.fresh()
-    for size, reached in ((num_hosts, 10), (1, 20)):
-        launchers = [start(host, 5, size) for host in range(size)]
-        wait_for(network, launchers[0], f"step {reached}/")
-        lose(*range(size))
-        network.wait(*launchers)
-    again = [start(host, 5) for host in hosts]
-    # Another number of ranks adds in another order (`fewer`).
-    yield row(f"{num_hosts} hosts, then one, then {num_hosts}", again, near=1e-6)
 
 
 GROUPS: dict[str, Callable[[Bench, Network, int], Iterator[Row]]] = {
