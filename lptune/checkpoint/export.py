@@ -46,11 +46,12 @@ from lptune.checkpoint.files import (
     why,
 )
 from lptune.checkpoint.hf import read_config
+from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.load import StoredFiles, in_threads
 from lptune.checkpoint.manifest import Manifest, read_manifest, verify
 from lptune.checkpoint.quantized import Form, Quantizer, how_to_quantize, kind_for, modules_that_stay_high
 from lptune.checkpoint.state import check_base, read_state
-from lptune.checkpoint.sums import TEMPLATES, is_as_written, write_part, write_sums
+from lptune.checkpoint.sums import TEMPLATES, is_as_written, lines_of, write_sums
 from lptune.config import ExportConfig
 from lptune.distributed import Piece, SideGroup, World, side_group
 from lptune.linear import INT8_SCALE, KINDS, Plan
@@ -102,6 +103,8 @@ def export_hf(
     world: World | None = None,
     *,
     replace: bool = True,
+    manifests: Sequence[Manifest] = (),
+    publish: Callable[[Path, Sequence[str], SideGroup], None] | None = None,
 ) -> Path:
     """Writes the weights of a verified checkpoint as a Hugging Face folder; returns `folder`.
 
@@ -113,6 +116,9 @@ def export_hf(
     replace: whether this export may replace `folder`, if that exists. An earlier export that was not changed,
     or an empty folder, is deleted. Anything else is renamed, and a line is printed. If False: only an empty
     folder is replaced.
+    manifests, publish: where machines have a disk each, those of the checkpoints whose mean is exported,
+    newest first, and what gets this machine's `folder` and the names of this rank's files. The folder is then
+    no export; on rank 0 it has SHA256SUMS.
 
     Raises UserError, the same on all ranks: if checkpoint and base do not belong together, if the disk has
     too little room, if writing fails, or if a file does not read back equal. `folder` is then unchanged.
@@ -122,7 +128,7 @@ def export_hf(
     with side_group(world) as group:
         try:
             with _together(group, checkpoint, folder):
-                manifest = read_manifest(checkpoint)
+                manifest = manifests[0] if manifests else read_manifest(checkpoint)
                 state = read_state(manifest)
                 parts = read_parts(state)
                 check_base(state, base.folder)
@@ -130,19 +136,27 @@ def export_hf(
                 if cfg.quantized != "none":
                     quantizer = how_to_quantize(cfg.quantized, state, parts[-1])
                 files = plan_files(base, cfg, quantizer)
-            averaged = last_checkpoints(manifest, cfg.average_checkpoints, group)
+            averaged = manifests or last_checkpoints(manifest, cfg.average_checkpoints, group)
+            shares = deal_out(files, group.size)
             with _together(group, checkpoint, folder):
-                if group.rank == 0:
+                if publish is not None:
+                    if rank_here()[0] == 0:
+                        here = shares[group.rank :][: rank_here()[1]]
+                        _check_space(folder, {file: files[file] for share in here for file in share}, base)
+                        shutil.rmtree(folder, ignore_errors=True)
+                elif group.rank == 0:
                     _check_space(folder, files, base)
                     if not replace:  # an export of a run goes into the run's folder, which must exist
                         folder.parent.mkdir(parents=True, exist_ok=True)
                     made = Scratch(folder)
-            scratch = Scratch.path_of(folder)
+            scratch = Scratch.path_of(folder) if publish is None else folder
             with _together(group, checkpoint, folder):
+                if publish is not None:
+                    scratch.mkdir(parents=True, exist_ok=True)
                 stored = [StoredFiles(each) for each in averaged]
                 if cfg.ema and cfg.average_checkpoints == 1:
                     files = of_averages(files, manifest)
-                mine = deal_out(files, group.size)[group.rank]
+                mine = shares[group.rank]
                 in_threads(
                     (
                         partial(_write, scratch / file, files[file], stored, base, state.frozen, quantizer)
@@ -150,7 +164,8 @@ def export_hf(
                     ),
                     _FILES_AT_ONCE,
                 )
-                write_part(scratch, group.rank, mine)
+                lines = lines_of(scratch, mine)
+            lines = [line for of_rank in group.gather(lines) for line in of_rank]
             with _together(group, checkpoint, folder):
                 if group.rank == 0:
                     weights = _which(files, averaged)
@@ -160,13 +175,15 @@ def export_hf(
                     for note in quantizer.notes if quantizer else ():
                         say(note)
                     _write_stops(scratch, state.stop_tokens, say)
-                    write_sums(scratch)
-                    for path in scratch.rglob("*"):
-                        fsync_path(path)
-                    assert made is not None
-                    with made.alone():
-                        made.unmark()
-                        _publish(scratch, folder, replace, say)
+                    mine += write_sums(scratch, lines)
+                    if made is not None:
+                        for path in scratch.rglob("*"):
+                            fsync_path(path)
+                        with made.alone():
+                            made.unmark()
+                            _publish(scratch, folder, replace, say)
+            if publish is not None:
+                publish(folder, mine, group)
         finally:
             # Remove what a failure leaves. All ranks have stopped writing.
             if made is not None:

@@ -4,9 +4,9 @@ lptune's launchers compare the config before a rank starts (lptune/launch/rendez
 not, so ranks that it started compare it here.
 
 Every rank writes its part of a checkpoint into the same folder. Where that is a disk of each machine instead
-of a file system that they share, the first save would fail, and all steps until then would be lost. So it is
-tried before the first step: rank 0 writes a file with a name that nobody can have seen before, and every rank
-opens it.
+of a file system that they share, the parts come together only at `checkpoint.copy_to` (parts.py); without the
+key the first save would fail, and all steps until then would be lost. So it is tried before the first step:
+rank 0 writes a file with a name that nobody can have seen before, and every rank opens it.
 """
 
 import hashlib
@@ -58,18 +58,33 @@ def check_same(what: str, digest: str, world: World) -> None:
         )
 
 
-def check_shared(key: str, folder: Path, world: World, patience_s: float = PATIENCE_S) -> None:
-    """Raises UserError if `folder`, which some rank has and `key` names, is not one for all ranks: if one
-    does not see what rank 0 writes there within `patience_s`. A collective; without another machine it does
-    nothing.
+def check_shared(
+    key: str, folder: Path, world: World, patience_s: float = PATIENCE_S, or_else: str = ""
+) -> None:
+    """Raises UserError if `folder`, which some rank has and `key` names, is not one for all ranks. A
+    collective; without another machine it does nothing. patience_s: see `blind_machines`. or_else: a further
+    way out, for the message.
+    """
+    if blind := blind_machines(folder, world, patience_s):
+        raise UserError(
+            f"{key}: what {world.gather(socket.gethostname())[0]} writes to {folder} does not appear on "
+            f"{', '.join(blind)} within {patience_s:.0f} s; choose a folder in a file system that all "
+            f"machines share{or_else}"
+        )
+
+
+def blind_machines(folder: Path, world: World, patience_s: float) -> list[str]:
+    """The names of the machines that do not see within `patience_s` what rank 0 writes to `folder`, which
+    some rank has. A collective; without another machine there are none.
     """
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == world.size:
-        return
+        return []
     file = folder / world.gather(f"{TEMPORARY}shared-{secrets.token_hex(8)}")[0]
     try:
         if world.is_main and folder.is_dir():
             file.touch()
-        is_written = world.gather(file.exists())[0]
+        # Nobody looks before it is there: NFS would remember that it is missing.
+        is_written = world.gather(world.is_main and file.exists())[0]
         deadline_s = time.monotonic() + patience_s * is_written
         while not (is_there := _opens(file)) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -77,11 +92,13 @@ def check_shared(key: str, folder: Path, world: World, patience_s: float = PATIE
     finally:
         if world.is_main:
             file.unlink(missing_ok=True)
-    if blind := sorted({host for host, sees in found if not sees}):
-        raise UserError(
-            f"{key}: what {found[0][0]} writes to {folder} does not appear on {', '.join(blind)} within "
-            f"{patience_s:.0f} s; choose a folder in a file system that all machines share"
-        )
+    blind = {host for host, sees in found if not sees}
+    return sorted(blind - {found[0][0]} or blind)  # where rank 0 has no folder, it sees nothing either
+
+
+def rank_here() -> tuple[int, int]:
+    """The number of this rank among those of its machine, and their number."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _opens(file: Path) -> bool:

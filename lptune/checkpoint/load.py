@@ -143,6 +143,8 @@ class StoredFiles:
         try:
             with self._opening:
                 if shard.file not in self._open:
+                    if self.manifest.fetch is not None:
+                        self.manifest.fetch(shard.file)
                     self._open[shard.file] = safe_open(str(path), framework="pt", device="cpu")
             part: Tensor = self._open[shard.file].get_tensor(name)
         except (SafetensorError, OSError) as error:

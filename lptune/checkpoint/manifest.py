@@ -26,9 +26,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,8 @@ class Manifest:
     """By tensor name: the boxes of the tensor and their files."""
     files: dict[str, FileEntry]
     """By file name: all files of the checkpoint except the manifest."""
+    fetch: Callable[[str], None] | None = field(default=None, compare=False)
+    """Makes a file be in `folder`, where that has only some (parts.py); None: it has all."""
 
     def extents(self, name: str) -> tuple[int, ...]:
         """Sizes of a whole tensor, in the dimensions of `Shard.box`. (0, 0) if the checkpoint has no such
@@ -120,11 +122,11 @@ def describe_file(path: Path) -> dict[str, Any]:
 def write_manifest(
     folder: Path, step: int, world_size: int, files: dict[str, dict[str, Any]], shards: dict[str, list[Shard]]
 ) -> None:
-    """Writes manifest.json durably. files: by name, `describe_file` of every file in `folder`. shards: by
-    tensor name.
+    """Writes manifest.json durably. files: by name, `describe_file` of every file of the checkpoint. shards:
+    by tensor name.
     """
-    missing = {path.name for path in folder.iterdir()} ^ set(files)
-    assert not missing, missing
+    unlisted = {path.name for path in folder.iterdir()} - set(files)  # `check_sizes` finds missing ones
+    assert not unlisted, unlisted
     has_boxes = any(len(shard.box) > 2 for parts in shards.values() for shard in parts)
     content: dict[str, Any] = {
         "version": _BOXES if has_boxes else _RECTANGLES,
@@ -156,7 +158,7 @@ def verify(folder: Path, group: SideGroup | None = None) -> Manifest:
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         mine = largest_first[group.rank :: group.size]
         with ThreadPoolExecutor(num_threads()) as pool:  # hashing releases the GIL
-            list(pool.map(lambda name: _check_file(folder / name, manifest.files[name]), mine))
+            list(pool.map(lambda name: check_file(folder / name, manifest.files[name]), mine))
         _check_stored(manifest)
     return manifest
 
@@ -168,7 +170,8 @@ def check_sizes(folder: Path) -> None:
         _check_size(folder / name, entry)
 
 
-def _check_file(file: Path, entry: FileEntry) -> None:
+def check_file(file: Path, entry: FileEntry) -> None:
+    """Compares every byte of a file with its entry. Raises UserError that says what differs."""
     _check_size(file, entry)
     if sha256(file) != entry.sha256:
         raise UserError(f"{file}: its content does not match the manifest's sha256")
@@ -182,8 +185,10 @@ def _check_size(file: Path, entry: FileEntry) -> None:
         raise UserError(f"{file}: has {size} bytes, the manifest says {entry.size}")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks the manifest of a checkpoint, but not its other files. Raises UserError."""
+def read_manifest(folder: Path, *, is_part: bool = False) -> Manifest:
+    """Reads and checks the manifest of a checkpoint, but not its other files. Raises UserError. is_part: the
+    folder is one machine's, and may have files that are not of the checkpoint.
+    """
     path = folder / NAME
     if not folder.is_dir():
         raise UserError(f"{folder}: no such checkpoint folder")
@@ -221,7 +226,8 @@ def read_manifest(folder: Path) -> Manifest:
         if (folder / name).is_symlink():
             raise UserError(f"{folder / name}: is a link; a checkpoint holds its files itself")
     for unlisted in sorted({file.name for file in folder.glob("*.safetensors")} - set(manifest.files)):
-        raise UserError(f"{folder / unlisted}: is not in the manifest; it belongs to another checkpoint")
+        if not is_part:
+            raise UserError(f"{folder / unlisted}: is not in the manifest; it belongs to another checkpoint")
     return manifest
 
 

@@ -115,7 +115,7 @@ class Run:
         if found is not None:
             self._continues, self._saved = found, read_state(found)
             self.step, self._newest = found.step, found.folder
-            self._has_metrics = found.folder.resolve().parent == self.folder.checkpoints.resolve()
+            self._has_metrics = found.folder.resolve().parent == self.folder.steps.resolve()
             self.started_on, self._counts = self._saved.started_on, self._saved.counts
             self.cuts_text = self._saved.cuts_text
             self._fell_back = still_fallen_back(self.cfg, self._saved, self.world.print)
@@ -190,7 +190,8 @@ class Run:
             return False
         check_unchanged(self._saved, self._state, self.world.print, type(self.cfg))
         exports = self.cfg.export.enabled
-        if exports and not self.folder.is_exported(step_of(self._to_export()), self.cfg.export):
+        place = self._own or self.folder
+        if exports and not place.is_exported(step_of(self._to_export()), self.cfg.export):
             return False
         if self._copy is not None and self._has_metrics:
             self._copy.begin(self._continues)
@@ -266,6 +267,8 @@ class Run:
             keep_checks_until(self.path / "shadow.jsonl", step)
 
         self.folder.on_main(write)
+        if self.folder.own_disks:
+            self.folder.name_run()
         if self._reference is not None:
             self._reference.write()
         self.world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
@@ -296,13 +299,14 @@ class Run:
         self._trained = state
         self.writer = self.keep_open(
             CheckpointWriter(
-                self.folder.checkpoints,
+                self.folder.steps,
                 state.model,
                 state.optimizer,
                 self.world,
                 self.cfg.checkpoint,
                 metrics=self.metrics,
                 send=self._copy.send if self._copy is not None else None,
+                own_disks=self.folder.own_disks,
             )
         )
 
@@ -351,32 +355,51 @@ class Run:
         """
         self.close()
         if not self.cfg.export.enabled:
-            newest = f"the newest checkpoint is {self._newest}" if self._newest else "there is no checkpoint"
+            newest = "there is no checkpoint"
+            if self._newest is not None:
+                newest = f"the newest checkpoint is {self._place_of(self._newest)}"
             self.world.print(f"no export (export.enabled: false); {newest}")
             return
-        checkpoint = self._to_export()
-        if checkpoint != self._newest:  # the newest was verified, or has just been written
+        checkpoint, count = self._to_export(), self.cfg.export.average_checkpoints
+        folder, manifests, publish = self.folder.export, list[Manifest](), None
+        whole = str(folder)
+        if self._own is not None:
+            folder, publish = self.folder.parts / folder.name, self._own.publish_export
+            manifests, whole = self._own.to_export(step_of(checkpoint), count), self._own.place(folder.name)
+        elif checkpoint != self._newest:  # the newest was verified, or has just been written
             with self.world.phase(f"verifying {checkpoint.name}"), side_group(self.world) as group:
                 verify(checkpoint, group)
         with self.world.phase("exporting and reading back"):
-            export_hf(checkpoint, base.index, self.folder.export, self.cfg.export, self.world)
+            cfg, world = self.cfg.export, self.world
+            export_hf(checkpoint, base.index, folder, cfg, world, manifests=manifests, publish=publish)
         self.folder.on_main(lambda: self.folder.write_exported(step_of(checkpoint), self.cfg.export))
         if self._copy is not None:
             self._copy.send_export()
-        count = self.cfg.export.average_checkpoints
         averages = "the moving averages in " * bool(self.cfg.optimizer.ema_decay and self.cfg.export.ema)
         what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
         high = ""
         if self.cfg.export.quantized != "none":
-            high = f"; in {self.cfg.export.quantized}, {checkpoint} has the weights in float32"
-        self.world.print(f"export: {self.folder.export} (read back and compared with {what}{high})")
+            where = self._place_of(checkpoint)
+            high = f"; in {self.cfg.export.quantized}, {where} has the weights in float32"
+        self.world.print(f"export: {whole} (read back and compared with {what}{high})")
+
+    def _place_of(self, checkpoint: Path) -> str:
+        """Where a checkpoint is whole."""
+        return str(checkpoint) if self._own is None else self._own.place(f"checkpoints/{checkpoint.name}")
+
+    @property
+    def _own(self) -> RunCopy | None:
+        """The copy, where machines have a disk each, so that it alone is whole."""
+        return self._copy if self.folder.own_disks else None
 
     def _to_export(self) -> Path:
         """The checkpoint that `export` exports. A collective."""
         assert self._newest is not None  # the config ensures it: an export needs checkpoint.at_end
         if not (self._stops_early and self.cfg.checkpoint.keep_best):
             return self._newest
-        folder = self.folder.checkpoints
+        folder = self.folder.steps
+        if self._own is not None:
+            return folder / step_folder_name(self._own.best())
         best = self.folder.on_main(lambda: step_of(best_checkpoint(folder, self.metrics)))
         return folder / step_folder_name(best)
 

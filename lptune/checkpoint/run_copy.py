@@ -12,35 +12,42 @@ can still be mended, the run ends.
 A run finds its checkpoint on its disk, or at the address if that has a newer one, which is then fetched into
 output_dir and is like any other: every byte is compared with the manifest.
 
+Where machines have a disk each, the copy is the run: a checkpoint that could not be copied is none, the
+newest at the address is continued, whatever the disks have, and the export is whole there alone (parts.py).
+
 An address has one run, by the id in run.json. A run that does not continue that one is refused.
 """
 
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from lptune.base.errors import UnavailableError, UserError
-from lptune.base.files import TEMPORARY, kind_of, object_of, read_object
+from lptune.base.files import TEMPORARY, kind_of, object_of, write_bytes
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
 from lptune.base.text import size_text
-from lptune.checkpoint import manifest, sums
-from lptune.checkpoint.files import free_bytes, publish_folder, remove_leftover, set_aside, why
+from lptune.checkpoint import manifest, parts, sums
+from lptune.checkpoint.files import free_bytes, publish_folder, remove_leftover, set_aside, sha256, why
+from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.manifest import Manifest, read_manifest, verify
 from lptune.checkpoint.resume import find_checkpoint
 from lptune.checkpoint.retention import evaluations, steps_to_keep
 from lptune.checkpoint.run_folder import RunFolder
 from lptune.checkpoint.storage import Storage, StorageError
-from lptune.config import RunConfig
+from lptune.config import ExportConfig, RunConfig
 from lptune.distributed import SideGroup, World, side_group
 
 _BESIDE = (
     "config.yaml", "precision_plan.json", "metrics.jsonl", "shadow.jsonl", "run.json", "samples.jsonl",
     "reference.safetensors",
 )  # fmt: skip
+_BESIDE_EACH = ("run.json", "reference.safetensors")
+"""Of these, what each machine with its own disk needs."""
 _ERRORS = (OSError, UserError)
 _KEY = "checkpoint.copy_to"
 _SEAL = manifest.NAME
@@ -70,7 +77,8 @@ class RunCopy:
         """
         found, damaged = None, None
         try:
-            found = find_checkpoint(self._folder.checkpoints, resume, self._world, self._world.print)
+            if not self._folder.own_disks or resume != "auto":
+                found = find_checkpoint(self._folder.checkpoints, resume, self._world, self._world.print)
         except UserError as error:
             if resume != "auto":
                 raise
@@ -81,6 +89,8 @@ class RunCopy:
                 if self._world.is_main:
                     steps = self._steps()
                     self._check_same_run(found, resume, steps)
+            if self._folder.own_disks:
+                self._check_disks(steps, group)
             if resume != "auto":
                 return found
             least = found.step if found is not None else -1
@@ -89,7 +99,7 @@ class RunCopy:
                 if fetched := self._fetch(step, group, is_newest=True):
                     found = fetched
                     break
-            if found is not None:
+            if found is not None and not self._folder.own_disks:
                 self._fetch_older(found.step, steps, group)
         if found is None and later:
             none = f"{_KEY}: {self._storage.address}: none of its {len(later)} checkpoints is intact"
@@ -124,21 +134,90 @@ class RunCopy:
         """Copies a published checkpoint, and removes older ones at the address by the rules of retention.
         After an error prints a line. names: of the files that this rank copies.
         """
-        name, what = step_folder_name(step), "is not copied"
+        name, what, is_copied = step_folder_name(step), "is not copied", False
         try:
             with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
                 self._put(_place(step), checkpoint, names, _SEAL, group)
-                what = "is copied, but what it replaces could not be removed"
+                what, is_copied = "is copied, but what it replaces could not be removed", True
                 with group.together(_ERRORS, why):
                     if self._world.is_main:
                         self._remove_old(step)
         except UserError as error:
             again = "tried again with the next checkpoint, or when the run starts again"
+            if self._folder.own_disks and not is_copied:
+                again = "so there is none of this step; tried again with the next checkpoint"
             self._world.print(f"warning: {name} {what}: {error}; {again}")
+        if self._folder.own_disks and self._folder.prepares:
+            parts.settle(checkpoint, name if is_copied else None)
+
+    def to_export(self, step: int, count: int) -> list[Manifest]:
+        """The checkpoint of `step` and the `count - 1` before it, on machines with a disk each. Raises
+        UserError if the address does not have them.
+        """
+        with side_group(self._world) as group:
+            steps = list[int]()
+            with self._at_start(group):
+                if self._world.is_main:
+                    steps = [each for each in self._steps() if each <= step][:count]
+                    if len(steps) < count or steps[0] != step:
+                        has = ", ".join(map(str, steps)) or "none"
+                        raise UnavailableError(  # the steps may only have to be done and copied again
+                            f"{_KEY}: {self._storage.address}: the export needs {count} checkpoints until "
+                            f"step {step}, and there are those of {has}; run again"
+                        )
+            found = [self._assemble(each, group) for each in group.all_of_main(steps)]
+        for each in found:
+            if isinstance(each, UserError):
+                raise each
+        return [each for each in found if isinstance(each, Manifest)]
+
+    def best(self) -> int:
+        """The step of the checkpoint at the address with the lowest eval_loss; the newest of equal ones."""
+
+        def find() -> int:
+            losses = self._losses(self._steps())
+            return min(losses, key=lambda step: (losses[step] is None, losses[step] or 0.0, -step))
+
+        return self._folder.on_main(find)
+
+    def is_exported(self, step: int, cfg: ExportConfig) -> bool:
+        """`RunFolder.is_exported`, of the export at the address."""
+
+        def holds() -> bool:
+            said, seal = (self._storage.read(name) for name in ("export.json", f"export/{sums.NAME}"))
+            if said is None or seal is None:
+                return False
+            write_bytes(self._folder.path / "export.json", said)
+            return self._folder.says_exported(step, cfg)
+
+        return bool(self._folder.on_main(holds))
+
+    def publish_export(self, folder: Path, names: Iterable[str], group: SideGroup) -> None:
+        """Copies an export of which `folder` on each machine has the files of its ranks, and removes it
+        there. names: of this rank's files. Raises UserError.
+        """
+        try:
+            with self._world.phase(f"copying the export to {self._storage.address}"):
+                self._put("export", folder, names, sums.NAME, group)
+        except UserError as error:
+            raise type(error)(f"{_KEY}: the export is not copied: {error}; run again to export") from None
+        finally:
+            if self._folder.prepares:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def place(self, name: str) -> str:
+        """What is called `name` at the address, for the user."""
+        return f"{self._storage.address}/{name}"
 
     def send_export(self) -> None:
-        """Copies the export in place of an earlier one. After an error prints a line."""
+        """Copies the export in place of an earlier one. After an error prints a line. Where machines have a
+        disk each, it is there, and export.json is missing, which says what it is.
+        """
         export = self._folder.export
+        if self._folder.own_disks:
+            said = self._folder.path / "export.json"
+            self._folder.on_main(lambda: self._storage.write(said.name, said.read_bytes()))
+            return
         try:
             with (
                 self._world.phase(f"copying the export to {self._storage.address}"),
@@ -159,7 +238,8 @@ class RunCopy:
         def line_of(error: Exception) -> str:
             if isinstance(error, StorageError):
                 todo = "wait for it" if isinstance(error, UnavailableError) else "mend it"
-                return f"{_KEY}: {error}; {todo}, or leave the key out"
+                other = "and run again" if self._folder.own_disks else "or leave the key out"
+                return f"{_KEY}: {error}; {todo}, {other}"
             return str(error) if isinstance(error, UserError) else f"output_dir: {why(error)}"
 
         with group.together(_ERRORS, line_of):
@@ -181,7 +261,7 @@ class RunCopy:
         """Raises UserError if the checkpoints at the address are of another run than this one."""
         if not steps:
             return
-        is_continued = bool(list_checkpoints(self._folder.checkpoints))
+        is_continued = self._folder.has_steps()
         here, there = self._ids()
         is_new = not is_continued and (found is not None or resume != "auto")
         if is_new or (is_continued and here and there and here != there):
@@ -191,8 +271,32 @@ class RunCopy:
 
     def _ids(self) -> tuple[str | None, str | None]:
         """The ids of the run in output_dir and of that at the address."""
-        here = read_object(self._folder.path / "run.json", missing={})
-        return here.get("id"), (object_of(self._storage.read("run.json") or b"") or {}).get("id")
+        there = object_of(self._storage.read("run.json") or b"") or {}
+        return self._folder.run_id(), there.get("id")
+
+    def _check_disks(self, steps: list[int], group: SideGroup) -> None:
+        """Raises UserError if a machine's disk has another run, or this one of another address; or if machine
+        0 has a checkpoint that is newer than any at the address, from the time when it was the only machine.
+        """
+        ids: tuple[object, ...] = ()
+        with self._at_start(group):
+            if self._world.is_main:
+                ids = self._ids()
+        ids, num_there = self._world.gather(ids)[0], group.of_main(len(steps))
+        with self._at_start(group):
+            if not self._folder.prepares:
+                return
+            where = f"output_dir: {self._folder.path} on {socket.gethostname()}"
+            here = self._folder.run_id()
+            if self._folder.has_steps() and (here is None or here not in ids):
+                raise UserError(f"{where} has another run; remove it there, or choose another folder")
+            whole = list_checkpoints(self._folder.checkpoints) if self._world.is_main else []
+            if whole and step_of(whole[0]) > max(steps, default=-1):
+                what = f"has {whole[0].name}, which is not at {self._storage.address}"
+                raise UserError(f"{where} {what}; start that machine alone once, which copies it")
+            if not num_there and self._folder.has_steps():
+                what = f"has part of a run of which {self._storage.address} has no checkpoint"
+                raise UserError(f"{where} {what}; give its own {_KEY}, or choose another folder")
 
     def _check_place(self) -> None:
         """Raises UserError if nothing can be written to the address, or what is written is in output_dir."""
@@ -221,17 +325,26 @@ class RunCopy:
         """Fetches a checkpoint into output_dir, the newest with the files beside it. None: it is damaged, and
         a line says so.
         """
-        place, final = _place(step), self._folder.checkpoints / step_folder_name(step)
+        self._folder.make(self._world.print)
+        place, final = _place(step), self._folder.steps / step_folder_name(step)
         partial = final.with_name(f"{TEMPORARY}{final.name}")
         folder = partial / final.name  # the manifest is compared with the name
-        self._folder.make(self._world.print)
         try:
             with self._world.phase(f"fetching {final.name} from {self._storage.address}"):
-                fetched = self._receive(place, folder, group)
+                if self._folder.own_disks:
+                    fetched = self._assemble(step, group)
+                else:
+                    fetched = self._receive(place, folder, group)
             if isinstance(fetched, UserError):
                 fault = str(fetched).replace(str(folder), f"{self._storage.address}/{place}")
                 self._world.print(f"warning: checkpoint passed over: {fault}")
                 return None
+            if self._folder.own_disks:
+                with self._at_start(group):
+                    if self._folder.prepares:
+                        beside = _BESIDE if self._world.is_main else _BESIDE_EACH
+                        self._storage.get("", self._folder.path, beside)
+                return fetched
             with self._at_start(group):
                 if self._world.is_main:
                     if is_newest:  # first: after a kill, a checkpoint that is there is not fetched again
@@ -246,6 +359,31 @@ class RunCopy:
             if self._world.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
         return replace(fetched, folder=final)
+
+    def _assemble(self, step: int, group: SideGroup) -> Manifest | UserError:
+        """Has each file of a checkpoint be on some machine's disk, verified, and manifest and state.json on
+        all. Returns what is wrong with it if it is damaged. (parts.py)
+        """
+        place, folder = _place(step), self._folder.steps / step_folder_name(step)
+        with self._at_start(group):
+            if self._folder.prepares:
+                parts.begin(self._storage, place, folder, _SEAL)
+        try:
+            with group.together(_ERRORS, why):
+                part = parts.Part(self._storage, place, read_manifest(folder, is_part=True))
+        except UserError as error:
+            return UserError(str(error).replace(str(folder), f"{self._storage.address}/{place}"))
+        rank, num_ranks = rank_here()
+        with self._at_start(group):
+            here = part.present()
+        with self._at_start(group):
+            part.remove_others(here[rank::num_ranks])
+        here = part.present() if self._folder.prepares else []
+        held = {name for names in self._world.gather(here) for name in names}
+        with self._at_start(group):
+            damage = part.fetch_missing(held, group.rank, group.size)
+        line = group.first_line(damage)
+        return part.manifest if line is None else UserError(line)
 
     def _receive(self, place: str, folder: Path, group: SideGroup) -> Manifest | UserError:
         """Fetches a checkpoint to `folder`, each rank its share of the files, and verifies it. Returns what
@@ -268,7 +406,14 @@ class RunCopy:
                 raise UserError(f"output_dir: {self._folder.path}: {what}; make room there and run again")
         with self._at_start(group):
             largest_first = sorted(files, key=lambda name: -files[name].size)  # as `verify` shares them
-            self._storage.get(place, folder, largest_first[group.rank :: group.size])
+            had = self._folder.parts / folder.name  # from the time of a disk each
+            names = list[str]()
+            for name in largest_first[group.rank :: group.size]:
+                if (had / name).is_file() and sha256(had / name) == files[name].sha256:
+                    (had / name).replace(folder / name)
+                else:
+                    names.append(name)
+            self._storage.get(place, folder, names)
         try:
             return verify(folder, group)
         except UserError as error:

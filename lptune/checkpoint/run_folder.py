@@ -19,6 +19,10 @@ the process ends, so a killed run leaves no stale lock. When the lock is taken d
 Others may have made the folder, so no link in it is followed, and only regular files and folders are used. A
 run continues in its folder only from a checkpoint in this folder. Any other start renames the results that
 it finds there, of a run or of another tool, and never overwrites them.
+
+With `checkpoint.copy_to`, output_dir may be a disk of each machine. Then machine 0 has all of the above but
+checkpoints and export, which come together at the address; the others have logs, their parts of checkpoints
+(parts.py) and a run.json with the id, by which a folder of another run is refused.
 """
 
 import hashlib
@@ -54,14 +58,18 @@ from lptune.base.files import (
 )
 from lptune.base.progress import RECIPE
 from lptune.base.step_folders import list_checkpoints, step_of
+from lptune.checkpoint import parts
 from lptune.checkpoint.files import remove_leftover, set_aside
-from lptune.checkpoint.hosts import check_one_config, check_shared
+from lptune.checkpoint.hosts import PATIENCE_S, blind_machines, check_one_config, check_shared, rank_here
 from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.retention import evaluations
 from lptune.config import RUN_FILES, RUN_FOLDERS, ExportConfig, RunConfig, check_inputs_stay, to_yaml
 from lptune.distributed import World, side_group
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
+_PATIENCE_S = 10.0
+"""With a copy, less than PATIENCE_S: each start of machines with a disk each takes it, and a shared folder
+that shows files later is used as such disks, which is right, too."""
 _RESULTS = (
     "export", "export.json", "config.yaml", "metrics.jsonl", "precision_plan.json", "run.json",
     "samples.jsonl", "shadow.jsonl", "report.html",
@@ -71,9 +79,14 @@ _RESULTS = (
 class RunFolder:
     """The folder to which a run writes. Only the main rank writes; other ranks use the paths."""
 
-    def __init__(self, path: Path, world: World) -> None:
+    def __init__(self, path: Path, world: World, *, has_copy: bool = False) -> None:
+        """has_copy: the run has `checkpoint.copy_to`, so machines may have a disk each."""
         self.path = path
         self.checkpoints, self.export = path / "checkpoints", path / "export"
+        self.parts = path / "parts"
+        self.own_disks = False
+        """Whether machines have a disk each. Known when any of them has the folder."""
+        self._has_copy, self._is_compared = has_copy, False
         self.metrics = path / "metrics.jsonl"
         """One JSON object for each step."""
         self.reference = path / "reference.safetensors"
@@ -82,14 +95,41 @@ class RunFolder:
         self._lock: Lock | None = None
         self._held: HeldFolder | None = None
 
-    def on_main(self, work: Callable[[], int | None]) -> int:
+    @property
+    def steps(self) -> Path:
+        """Where `step-N` folders are written: `checkpoints`, or `parts`."""
+        return self.parts if self.own_disks else self.checkpoints
+
+    @property
+    def prepares(self) -> bool:
+        """Whether this rank prepares the folder on its disk: rank 0, or the first of each machine."""
+        return rank_here()[0] == 0 if self.own_disks else self._world.is_main
+
+    def compare_disks(self) -> None:
+        """Finds whether machines have a disk each, and says so. Some machine has the folder. Raises UserError
+        if they have, and the run has no copy. A collective.
+        """
+        if self._is_compared:
+            return
+        if not self._has_copy:
+            check_shared("output_dir", self.path, self._world, PATIENCE_S, ", or set checkpoint.copy_to")
+        elif blind := blind_machines(self.path, self._world, _PATIENCE_S):
+            self.own_disks = True
+            self._world.print(
+                f"note: output_dir: what rank 0 writes to {self.path} does not appear on {', '.join(blind)}, "
+                "so checkpoints and the export are whole at checkpoint.copy_to alone"
+            )
+        self._is_compared = True
+
+    def on_main(self, work: Callable[[], int | None], *, each_disk: bool = False) -> int:
         """Has the main rank do `work` in the folder. After it all ranks go on with what it returned, since
-        others may see an older state of a network folder, or all raise its UserError. A collective.
+        others may see an older state of a network folder, or all raise its UserError. each_disk: the ranks
+        that prepare the folder do it, each on its disk. A collective.
         """
         found = 0
         with side_group(self._world) as group:
             with group.together((UserError,), str), _errors_of(self.path):
-                if self._world.is_main:
+                if self.prepares if each_disk else self._world.is_main:
                     self.check_held()
                     found = int(work() or 0)
             return group.of_main(found)
@@ -130,11 +170,12 @@ class RunFolder:
         """Whether export/ has the weights of `step`, as the main rank reads it. Raises UserError if it has
         them with other settings than `cfg`, or if export.json cannot be read. A collective.
         """
-        return bool(self.on_main(lambda: self._holds_export(step, cfg)))
+        return bool(self.on_main(lambda: self.export.is_dir() and self.says_exported(step, cfg)))
 
-    def _holds_export(self, step: int, cfg: ExportConfig) -> bool:
+    def says_exported(self, step: int, cfg: ExportConfig) -> bool:
+        """What export.json says of `is_exported`. On the main rank."""
         path = self.path / "export.json"
-        if not path.is_file() or not self.export.is_dir():
+        if not path.is_file():
             return False
         held = _read_exported(path, self.export)
         if held["step"] != step:
@@ -159,7 +200,14 @@ class RunFolder:
         Raises UserError if the folder cannot be made or another run has locked it.
         """
         self.on_main(lambda: self._create(resumed, say))
-        check_shared("output_dir", self.path, self._world)
+        self.compare_disks()
+        if self.own_disks:
+
+            def prepare() -> None:
+                self._make()
+                parts.empty(self.parts, [resumed.folder] if resumed is not None else [])
+
+            self.on_main(prepare, each_disk=True)
         launch.keep_log(self.path / "logs")
 
     def make(self, say: Callable[[str], None]) -> None:
@@ -169,11 +217,15 @@ class RunFolder:
 
         def take() -> None:
             self._take()
-            if not list_checkpoints(self.checkpoints):
+            if not self.has_steps():
                 self._set_aside_results(say)
 
         self.on_main(take)
-        check_shared("output_dir", self.path, self._world)
+        self.compare_disks()
+
+    def has_steps(self) -> bool:
+        """Whether there is a checkpoint, or a part of one that was whole at the address."""
+        return any(map(list_checkpoints, (self.checkpoints, self.parts)))
 
     def _take(self) -> None:
         if self._held is None:
@@ -202,6 +254,8 @@ class RunFolder:
             if step_of(later) > step:
                 say(f"set aside: {later} -> {set_aside(later).name}")
         self.keep_metrics_until(step, say)
+        if not self.own_disks:  # any more: this run has them whole
+            parts.empty(self.parts)
 
     def _make(self) -> None:
         try:
@@ -212,7 +266,7 @@ class RunFolder:
 
     def _is_own(self, resumed: Manifest) -> bool:
         """Whether the checkpoint is in this folder, also by a link in it or a link to it."""
-        place = self.checkpoints.resolve()
+        place = self.steps.resolve()
         return place in (resumed.folder.resolve().parent, resumed.folder.parent.resolve())
 
     def _set_aside_results(self, say: Callable[[str], None]) -> None:
@@ -222,6 +276,20 @@ class RunFolder:
         for path in (self.path / name for name in _RESULTS):
             if (found := kind_of(path)) and (found != "a file" or path.stat().st_size):
                 say(f"set aside: {path} -> {set_aside(path).name}")
+
+    def name_run(self) -> None:
+        """Has each machine's folder say of which run it is. run.json must be there. A collective."""
+        run_id = self._world.gather(self.run_id() if self._world.is_main else None)[0]
+
+        def write() -> None:
+            if self.run_id() != run_id:
+                write_json(self.path / "run.json", {"id": run_id})
+
+        self.on_main(write, each_disk=True)
+
+    def run_id(self) -> Any:
+        """The id in run.json on this machine; None: there is none."""
+        return read_object(self.path / "run.json", missing={}).get("id")
 
     def check_held(self) -> None:
         """Raises UserError if the path no longer leads to the folder in which this run began."""
@@ -235,7 +303,7 @@ class RunFolder:
 
     def is_a_run(self) -> bool:
         """Whether the folder contains a run to continue, or another run may be using it."""
-        return any(kind_of(self.path / name) for name in (".lock", "checkpoints", "export.json"))
+        return any(kind_of(self.path / name) for name in (".lock", "checkpoints", "parts", "export.json"))
 
     def lock(self, flags: int = 0) -> None:
         """Locks the folder until `unlock`. Raises UserError if another run has locked it.
@@ -268,7 +336,7 @@ class RunFolder:
 
     def check(self, resume: str) -> None:
         """Raises UserError if a run cannot use this folder. resume: the key. Writes nothing."""
-        if resume == "none" and (self.metrics.exists() or self.checkpoints.exists()):
+        if resume == "none" and any(p.exists() for p in (self.metrics, self.checkpoints, self.parts)):
             raise UserError(
                 f"output_dir: {self.path} holds another run; choose a new folder, or continue it with "
                 "resume=auto"
@@ -340,7 +408,8 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     An OSError in the context that names a path in the folder becomes a UserError: the disk is full, has
     failed or was removed, and saved checkpoints stay. Other OSErrors are raised unchanged.
     """
-    run = RunFolder(Path(cfg.output_dir).expanduser(), world)
+    has_copy = cfg.checkpoint.copy_to is not None
+    run = RunFolder(Path(cfg.output_dir).expanduser(), world, has_copy=has_copy)
     check_one_config(cfg, world)
 
     def check() -> None:
@@ -354,7 +423,9 @@ def open_run_folder(cfg: RunConfig, world: World) -> Iterator[RunFolder]:
     try:
         run.on_main(check)
         if any(world.gather(run.path.is_dir())):
-            check_shared("output_dir", run.path, world)
+            run.compare_disks()
+            if run.own_disks:
+                run.on_main(lambda: None if world.is_main else run.check(cfg.resume), each_disk=True)
         with _errors_of(run.path):
             yield run
     finally:

@@ -10,10 +10,11 @@ random numbers are functions of seed and step. So an exact continuation needs on
 the optimizer, the step and the fingerprint. The objects that own such tensors list them (stored.py). Weights
 are stored as float values, so a run can resume with another precision, compile mode or number of ranks.
 
-Publishing. All ranks write and flush their files in `.tmp-step-N` and agree that all have succeeded. Then
-rank 0 adds the manifest, flushes the folder, renames it and flushes its parent. After a kill at any moment,
-the old checkpoints are intact, and a `.tmp-…` may be left. An error on one rank is raised on all ranks with
-the same message, and only the incomplete checkpoint is removed.
+Publishing. All ranks write and flush their files in `.tmp-step-N`, and tell rank 0 sizes and digests when all
+have succeeded. Then rank 0 adds the manifest, flushes the folder, renames it and flushes its parent. After a
+kill at any moment, the old checkpoints are intact, and a `.tmp-…` may be left. An error on one rank is raised
+on all ranks with the same message, and only the incomplete checkpoint is removed. Where machines have a disk
+each, no folder is whole, and a checkpoint is published at `checkpoint.copy_to` (parts.py).
 
 In the background. Weights and optimizer state change only in the optimizer's step. So they are copied to host
 memory during the next forward and backward, and the next step of the optimizer waits for the end of the copy.
@@ -38,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.base.errors import UserError, remedy
-from lptune.base.files import TEMPORARY, HeldFolder, read_json, write_json
+from lptune.base.files import TEMPORARY, HeldFolder, write_json
 from lptune.base.step_folders import list_checkpoints, step_folder_name
 from lptune.base.text import size_text
 from lptune.checkpoint.files import (
@@ -51,6 +52,7 @@ from lptune.checkpoint.files import (
     set_aside,
     why,
 )
+from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.manifest import Shard, describe_file, write_manifest
 from lptune.checkpoint.retention import remove_old
 from lptune.checkpoint.state import RunState
@@ -101,22 +103,23 @@ class CheckpointWriter:
         clock: Callable[[], float] = time.monotonic,
         metrics: Path | None = None,
         send: Callable[[int, Path, Iterable[str], SideGroup], None] | None = None,
+        own_disks: bool = False,
     ) -> None:
         """optimizer: must list its state (`stored.ListsState`), else ValueError is raised. clock: returns
         seconds, for cfg.every_minutes, which count from now on. metrics: see `retention.remove_old`. send:
         called on all ranks with step and folder of each published checkpoint and the names of this rank's
-        files in it.
+        files in it. own_disks: machines have a disk each, and the folder is this machine's part.
         """
         listing(optimizer)
         self._clock, self._last_save_s, self._metrics = clock, clock(), metrics
         self._folder, self._model, self._optimizer, self._cfg = folder, model, optimizer, cfg
-        self._world, self._send = world, send
+        self._world, self._send, self._own_disks = world, send, own_disks
+        self._prepares = rank_here()[0] == 0 if own_disks else world.is_main
         self._group = SideGroup(world)
         self._held: HeldFolder | None = None
         with self._group.together((*WRITE_ERRORS, UserError), lambda e: f"{why(e)}; mend it and run again"):
-            if world.is_main:
-                if not folder.is_dir():
-                    folder.mkdir(parents=True)
+            if self._prepares:
+                folder.mkdir(parents=True, exist_ok=True)
                 self._held = HeldFolder(folder)
         self._copies = dict[str, Tensor]()
         self._copied = threading.Event()
@@ -275,31 +278,40 @@ class CheckpointWriter:
             torch.cuda.current_stream(self._world.device).wait_event(self._copied_on_device)
 
     def _write(self, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
-        partial = self._folder / f"{TEMPORARY}{step_folder_name(job.step)}"
+        partial = self._partial(job)
         num_bytes = self._group.total(job.num_bytes)
+        if self._own_disks:
+            num_bytes = job.num_bytes * rank_here()[1]  # ranks have about the same
         try:
             with self._together(job):
                 if self._held is not None:
                     self._held.check()
                     self._begin(partial, num_bytes)
+            said: _Said = {}, {}
             with self._together(job):
-                self._write_files(partial, job, on_host)
+                said = self._write_files(partial, job, on_host)
+            all_said = self._group.gather(said)
             with self._together(job):
                 if self._held is not None:
                     self._held.check()
-                    self._publish(partial, job)
+                if self._world.is_main:
+                    self._publish(partial, job, all_said)
         except BaseException:
-            if self._world.is_main:
+            if self._prepares:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
         with self._together(job, "was written, but what it replaces could not be removed"):
-            if self._world.is_main:
+            if self._world.is_main and not self._own_disks:
                 remove_old(self._folder, job.step, self._cfg, self._metrics)
 
     def _send_files(self, job: "_Job") -> None:
         if self._send is not None:
             names = [*job.files, *["state.json"] * self._world.is_main]
-            self._send(job.step, self._folder / step_folder_name(job.step), names, self._group)
+            final = self._folder / step_folder_name(job.step)
+            self._send(job.step, self._partial(job) if self._own_disks else final, names, self._group)
+
+    def _partial(self, job: "_Job") -> Path:
+        return self._folder / f"{TEMPORARY}{step_folder_name(job.step)}"
 
     def _together(self, job: "_Job", failed: str = "could not be written") -> AbstractContextManager[None]:
         def line_of(error: Exception) -> str:
@@ -314,13 +326,19 @@ class CheckpointWriter:
         return self._group.together((*WRITE_ERRORS, UserError), line_of)
 
     def _begin(self, partial: Path, num_bytes: int) -> None:
-        remove_leftover(partial)
-        partial.mkdir()
-        free = free_bytes(partial)
+        if self._own_disks:  # of which some machines may share one after all
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            remove_leftover(partial)
+            partial.mkdir()
+        free = free_bytes(self._folder)
         if free < num_bytes:
             raise UserError(f"needs {size_text(num_bytes)}, {size_text(free)} are free")
 
-    def _write_files(self, partial: Path, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> None:
+    def _write_files(self, partial: Path, job: "_Job", on_host: Callable[["_Part"], Tensor]) -> "_Said":
+        if self._own_disks:
+            partial.mkdir(exist_ok=True)
+
         def write(name: str) -> tuple[str, dict[str, Any]]:
             save_tensors(partial / name, {part.name: on_host(part) for part in job.files[name]})
             return name, describe_file(partial / name)
@@ -333,17 +351,28 @@ class CheckpointWriter:
             for name, group in job.files.items()
             for part in group
         }
-        write_json(partial / f"rank-{self._world.rank:05d}.json", {"files": files, "shards": shards})
+        return files, shards
 
-    def _publish(self, partial: Path, job: "_Job") -> None:
+    def _publish(self, partial: Path, job: "_Job", all_said: Iterable["_Said"]) -> None:
         write_json(partial / "state.json", job.state)
-        files, shards = _merge_ranks(partial, self._world.size)
+        files: dict[str, dict[str, Any]] = {}
+        shards: dict[str, list[Shard]] = {}
+        for some, parts_of in all_said:
+            files |= some
+            for name, parts in parts_of.items():
+                shards.setdefault(name, []).extend(Shard.from_json(part) for part in parts)
         files["state.json"] = describe_file(partial / "state.json")
         write_manifest(partial, job.step, self._world.size, files, shards)
+        if self._own_disks:
+            return
         final = self._folder / step_folder_name(job.step)
         if os.path.lexists(final):  # a published checkpoint is never overwritten
             set_aside(final)
         publish_folder(partial, final)
+
+
+_Said = tuple[dict[str, dict[str, Any]], dict[str, list[dict[str, Any]]]]
+"""What the manifest needs of one rank: `describe_file` by file name, shards as JSON by tensor name."""
 
 
 class _Part(NamedTuple):
@@ -404,17 +433,3 @@ def _in_files(parts: list[_Part]) -> Iterable[tuple[str, list[_Part]]]:
     if len(files) <= 1:
         return [("", some) for some in files]
     return [(f"-{number:03d}", some) for number, some in enumerate(files)]
-
-
-def _merge_ranks(folder: Path, world_size: int) -> tuple[dict[str, dict[str, Any]], dict[str, list[Shard]]]:
-    """Reads and removes the rank-N.json of all ranks; returns their files and shards together."""
-    files: dict[str, dict[str, Any]] = {}
-    shards: dict[str, list[Shard]] = {}
-    for rank in range(world_size):
-        path = folder / f"rank-{rank:05d}.json"
-        said = read_json(path)
-        files |= said["files"]
-        for name, parts in said["shards"].items():
-            shards.setdefault(name, []).extend(Shard.from_json(part) for part in parts)
-        path.unlink()
-    return files, shards

@@ -6,7 +6,7 @@ edited.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,23 +23,21 @@ _COMMENT = f"# {_CARD} as it was written: "
 _MAX_BYTES = MEBI  # ten thousand files
 
 
-def write_part(folder: Path, rank: int, files: Iterable[str]) -> None:
-    """Writes the digests of the files that `rank` wrote into `folder`. `write_sums` collects them."""
-    write_text(folder / f".{NAME}-{rank:05d}", "".join(_lines(folder, files)))
+def lines_of(folder: Path, files: Iterable[str]) -> list[str]:
+    """The lines of SHA256SUMS for `files` in `folder`."""
+    names = list(files)
+    return [f"{digest}  {name}\n" for digest, name in zip(_digests(folder, names), names, strict=True)]
 
 
-def write_sums(folder: Path) -> None:
-    """Writes SHA256SUMS of all files in `folder`: lines from `write_part` of all ranks, digests of files that
-    no rank listed, and the comment for README.md.
+def write_sums(folder: Path, lines: Sequence[str]) -> list[str]:
+    """Writes SHA256SUMS of an export: `lines`, those of all ranks, digests of files in `folder` that no rank
+    listed, and the comment for README.md. Returns the names of the files that no rank listed.
     """
-    parts = sorted(folder.glob(f".{NAME}-*"))
-    lines = [line for part in parts for line in part.read_text("utf-8").splitlines(keepends=True)]
-    for part in parts:
-        part.unlink()
     named = {line.split("  ", 1)[1].rstrip("\n") for line in lines} | {_CARD, Scratch.MARK}
-    lines += _lines(folder, (name for name in _files(folder) if name not in named))
-    lines.sort(key=lambda line: line.split("  ", 1)[1])
+    others = [name for name in _files(folder) if name not in named]
+    lines = sorted([*lines, *lines_of(folder, others)], key=lambda line: line.split("  ", 1)[1])
     write_text(folder / NAME, "".join([*lines, f"{_COMMENT}{sha256(folder / _CARD)}\n"]))
+    return [*others, _CARD]
 
 
 def verify_sums(folder: Path) -> int:
@@ -91,11 +89,6 @@ def _read_sums(folder: Path) -> tuple[dict[str, str], str]:
         raise UserError(f"{path}: is not what sha256sum writes; the file was changed")
     cards = [line.removeprefix(_COMMENT) for line in lines if line.startswith(_COMMENT)]
     return {entry[2]: entry[1] for entry in entries if entry}, "".join(cards)
-
-
-def _lines(folder: Path, files: Iterable[str]) -> list[str]:
-    names = list(files)
-    return [f"{digest}  {name}\n" for digest, name in zip(_digests(folder, names), names, strict=True)]
 
 
 def _digests(folder: Path, names: Iterable[str]) -> list[str]:

@@ -51,7 +51,8 @@ def verify(path: Path) -> None:
             num_bad += 1
             click.echo(f"bad: {error}")
     if not parts:
-        raise UserError(f"{path}: the run has neither a checkpoint nor an export yet")
+        there = "here: they are at its checkpoint.copy_to" if (path / "parts").is_dir() else "yet"
+        raise UserError(f"{path}: the run has neither a checkpoint nor an export {there}")
     if num_bad:
         raise UserError(f"{path}: {num_bad} of {len(parts)} are bad; see above")
 

@@ -21,7 +21,7 @@ RUN_FILES = (
     "samples.jsonl",
     "report.html",
 )
-RUN_FOLDERS = ("checkpoints", "export", "logs", "tensorboard", "wandb")
+RUN_FOLDERS = ("checkpoints", "parts", "export", "logs", "tensorboard", "wandb")
 """Names that a run writes in OUTPUT_DIR."""
 
 

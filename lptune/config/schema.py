@@ -224,7 +224,8 @@ class CheckpointConfig:
     """Also keep this many checkpoints with the lowest eval_loss, of steps that were evaluated."""
     copy_to: str | None = None
     """Address to which each checkpoint is also copied, s3://bucket/runs/8b, gs://…, abfs://… or file:///…
-    (extra `cloud`). A run whose output_dir is empty or older continues from there with resume=auto."""
+    (extra `cloud`). A run whose output_dir is empty or older continues from there with resume=auto. With it,
+    output_dir may be a disk of each machine."""
 
     def __post_init__(self) -> None:
         if self.copy_to is not None:

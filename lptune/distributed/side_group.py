@@ -6,10 +6,12 @@ ranks wait ten minutes for each other, which a large file on a slow disk may tak
 since the object collectives of torch unpickle what they receive.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,20 @@ class SideGroup:
         """The values of rank 0, on all ranks. Of a network folder, others may see an older state."""
         number = self.of_main(len(values))
         return [self.of_main(values[i] if self.rank == 0 else 0) for i in range(number)]
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value`, which JSON can hold, of every rank in their order; empty on all but rank 0."""
+        if self._group is None:
+            return [value]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(mine)
+        dist.all_reduce(sizes, group=self._group)
+        padded = torch.nn.functional.pad(mine, (0, int(sizes.max()) - len(mine)))
+        found = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else []
+        dist.gather(padded, found or None, dst=0, group=self._group)
+        parts = zip(found, sizes.tolist(), strict=False)
+        return [json.loads(each[:size].numpy().tobytes()) for each, size in parts]
 
     @contextmanager
     def together(

@@ -59,8 +59,8 @@ def _say(line: str) -> None:
 
 def _newest(run: Path | None) -> int:
     """The step of the newest checkpoint; -1 without one."""
-    found = [] if run is None else list_checkpoints(run / "checkpoints")
-    return step_of(found[0]) if found else -1
+    folders = [] if run is None else [run / "checkpoints", run / "parts"]
+    return max((step_of(path) for folder in folders for path in list_checkpoints(folder)), default=-1)
 
 
 def _told(run: Path | None, step: int) -> str:

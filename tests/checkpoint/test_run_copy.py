@@ -83,19 +83,22 @@ def train(
         if found is not None:
             state.load(found)
         first = state.step
-        is_own = found is not None and found.folder.parent == run.checkpoints
+        is_own = found is not None and found.folder.parent == run.steps
         run.create(found, world.print)
         if world.is_main:
             write_launch(folder / "run.json", "rows", first, steps, world)
+        if run.own_disks:
+            run.name_run()
         copy.begin(found if is_own else None)
         with checkpoint.CheckpointWriter(
-            run.checkpoints,
+            run.steps,
             state.model,
             state.optimizer,
             world,
             cfg.checkpoint,
             metrics=run.metrics,
             send=copy.send,
+            own_disks=run.own_disks,
         ) as writer:
             while state.step < steps:
                 before_step(state.step + 1)

@@ -51,7 +51,18 @@ class Row(NamedTuple):
 _USUAL = (
     *("recipe ", "model ", "data ", "precision", "output ", "loading ", "reading ", "training: ", "  "),
     *("steps ", "step ", "saved ", "saving ", "attention ", "memory", "note: ", "collectives", "/"),
-    *("export", "done ", "files ", "next", "continuing", "first", "held-out"),
+    *(
+        "export",
+        "done ",
+        "files ",
+        "next",
+        "continuing",
+        "first",
+        "held-out",
+        "looking ",
+        "copying ",
+        "fetching ",
+    ),
 )
 
 
@@ -82,12 +93,12 @@ class Bench:
             num_steps=6,
             checkpoint={"every_steps": 2, "keep_last": 9},
         )
-        self._num = 0
+        self.num = 0
 
     def command(self, num_hosts: int, *overrides: str, flags: Sequence[str] = ()) -> list[str]:
         """`lptune run` on so many hosts, with an output_dir that no other run has."""
         own = [each for each in overrides if each.startswith("output_dir=")]
-        out = own or [f"output_dir={self.folder / f'out-{self._num}'}"]
+        out = own or [f"output_dir={self.folder / f'out-{self.num}'}"]
         given = [] if any(flag.startswith("--nnodes") for flag in flags) else [f"--nnodes={num_hosts}"]
         given += flags
         if not any(flag.startswith("--rdzv-endpoint") for flag in flags):
@@ -98,8 +109,8 @@ class Bench:
 
     def fresh(self) -> Path:
         """A new output_dir for the commands to come."""
-        self._num += 1
-        return self.folder / f"out-{self._num}"
+        self.num += 1
+        return self.folder / f"out-{self.num}"
 
     def losses(self, output_dir: Path) -> list[float]:
         """By step."""
@@ -392,9 +403,93 @@ def restarted(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
     yield row_of("the last host is lost, --restarts and --nnodes 1:N", out, supervisors, f"{fine[:-1]}-9")
 
 
+def disks(bench: Bench, network: Network, num_hosts: int) -> Iterator[Row]:
+    """Hosts with a disk each and an address that all reach: losses and export of a run on a shared disk."""
+    keys = ("num_steps=40", "optimizer.lr=1e-4", "export.max_shard_gib=0.0002")
+    place, last, hosts = bench.folder / "disk", num_hosts - 1, range(num_hosts)
+    place.mkdir(exist_ok=True)
+    undisturbed = bench.fresh()
+    command = bench.command(num_hosts, *keys)
+    network.wait(*(network.start(host, command, folder=bench.folder) for host in hosts))
+
+    def disk(host: int) -> Path:
+        return bench.folder / f"disk-{bench.num}-{host}"
+
+    def copy() -> Path:
+        return bench.folder / f"copy-{bench.num}"
+
+    def start(host: int, every: int, size: int = num_hosts) -> "subprocess.Popen[bytes]":
+        disk(host).mkdir(exist_ok=True)
+        where = (f"output_dir={place}/run", f"checkpoint.copy_to=file://{copy()}")
+        flags = ("--restarts=2",) if size == num_hosts else ()
+        command = bench.command(size, *keys, *where, f"checkpoint.every_steps={every}", flags=flags)
+        return network.start(host, command, folder=bench.folder, own=place, disk=disk(host))
+
+    def lose(*lost: int) -> None:
+        for host in lost:
+            network.lose(host)
+            network.cut(host, again=True)
+
+    def row(fault: str, processes: list["subprocess.Popen[bytes]"], near: float = 0) -> Row:
+        row = finish(network, fault, " ".join("0" * num_hosts), *processes)
+        pairs = zip(bench.losses(disk(0) / "run"), bench.losses(undisturbed), strict=True)
+        apart = max(abs(a - b) / b for a, b in pairs)
+        wrong = "" if apart <= near else f"losses {apart:.1e} apart"
+        sums = [(folder / "export/SHA256SUMS").read_text() for folder in (copy(), undisturbed)]
+        return row._replace(wrong=wrong if near or sums[0] == sums[1] else f"{wrong} another export")
+
+    bench.fresh()
+    yield row("none, a disk each", [start(host, 10) for host in hosts])
+    bench.fresh()
+    for size, reached in ((num_hosts, 10), (1, 20)):
+        launchers = [start(host, 5, size) for host in range(size)]
+        wait_for(network, launchers[0], f"step {reached}/")
+        lose(*range(size))
+        network.wait(*launchers)
+    again = [start(host, 5) for host in hosts]
+    # Another number of ranks adds in another order (`fewer`).
+    yield row(f"{num_hosts} hosts, then one, then {num_hosts}", again, near=1e-6)
+    bench.fresh()
+    supervisors = [start(host, 10) for host in hosts]
+    wait_for(network, supervisors[0], "step 20/")
+    lose(last)
+    shutil.rmtree(disk(last))
+    supervisors[last] = start(last, 10)
+    yield row(f"host-{last} is lost with its disk, --restarts", supervisors)
+    bench.fresh()
+    launchers = [start(host, 10) for host in hosts]
+    wait_for(network, launchers[0], "step 20/")
+    lose(*hosts)
+    network.wait(*launchers)
+    shutil.rmtree(disk(0))
+    yield row("all hosts are lost, and the disk of host-0", [start(host, 10) for host in hosts])
+    for step in (8, 16, 24):
+        bench.fresh()
+        launchers = [start(host, 2) for host in hosts]
+        there = copy() / f"checkpoints/step-{step:08d}"
+        while not there.exists():
+            time.sleep(0.001)
+        lose(*hosts)
+        network.wait(*launchers)
+        sealed = ", just sealed" * (there / "manifest.json").exists()
+        yield row(f"killed while step {step} is copied{sealed}", [start(host, 2) for host in hosts])
+
+
 GROUPS: dict[str, Callable[[Bench, Network, int], Iterator[Row]]] = {
     group.__name__: group
-    for group in (by_the_book, killed, cut_off, late, names, two_jobs, changes, files, fewer, restarted)
+    for group in (
+        by_the_book,
+        killed,
+        cut_off,
+        late,
+        names,
+        two_jobs,
+        changes,
+        files,
+        fewer,
+        restarted,
+        disks,
+    )
 }
 
 

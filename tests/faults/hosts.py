@@ -97,10 +97,11 @@ class Network:
         folder: Path,
         hosts: str | None = None,
         own: Path | None = None,
+        disk: Path | None = None,
         **variables: str,
     ) -> "subprocess.Popen[bytes]":
         """Starts `command` on `host` in `folder`. hosts: its /etc/hosts. own: a folder in place of which
-        this host sees another, empty one.
+        this host sees another: `disk`, or an empty one.
         """
         output = self._folder / f"output-{len(self._started)}"
         hosts_file = self._folder / f"hosts-{len(self._started)}"
@@ -108,13 +109,14 @@ class Network:
         # A cut-off name service answers at once that it has no name.
         script = (
             'hostname "$1"; mount --bind "$2" /etc/hosts; mount --bind /dev/null /etc/resolv.conf; '
-            'test -z "$3" || mount -t tmpfs none "$3"; shift 3; exec "$@"'
+            'if test -n "$4"; then mount --bind "$4" "$3"; '
+            'elif test -n "$3"; then mount -t tmpfs none "$3"; fi; shift 4; exec "$@"'
         )
         inside = ["nsenter", f"--net=/run/netns/{self._names[host]}", "unshare", "--uts", "--mount"]
         with output.open("wb") as file:
-            host_name, own_name = f"host-{host}", str(own or "")
+            names = f"host-{host}", str(hosts_file), str(own or ""), str(disk or "")
             process = subprocess.Popen(
-                [*inside, "sh", "-c", script, "sh", host_name, str(hosts_file), own_name, *command],
+                [*inside, "sh", "-c", script, "sh", *names, *command],
                 cwd=folder,
                 env=cold.environment() | variables,
                 stdin=subprocess.DEVNULL,
