@@ -15,6 +15,7 @@ Legend: B rows of a batch, S tokens of a row, D documents of a batch.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -138,6 +139,17 @@ class Rows:
     def num_sources(self) -> int:
         """Number of data sources, also of those without a document here."""
         return num_sources(self.documents)
+
+    def in_turns(self, numbers: Sequence[int]) -> Sequence[int]:
+        """These documents, with those of each source in turns."""
+        if self.num_sources == 1:
+            return numbers
+        before: Counter[int] = Counter()
+        places = []
+        for source in sources_of(self.documents, np.asarray(numbers, dtype=np.int64)).tolist():
+            places.append(before[source])
+            before[source] += 1
+        return [number for _, number in sorted(zip(places, numbers, strict=True), key=lambda each: each[0])]
 
     def num_targets_by_source(self, row_numbers: Sequence[int]) -> list[int]:
         """Number of labels that are not -100 in the rows `row_numbers`, for each source."""

@@ -6,7 +6,6 @@ has a cache. It does not serve a model in training: that is compiled for rows of
 weights by hooks on `forward`, and sequence parallelism cuts rows over ranks, where a new token is one.
 """
 
-import itertools
 import re
 import textwrap
 from collections.abc import Sequence
@@ -51,8 +50,9 @@ def show_samples(
     *,
     every: int = 1,
 ) -> list[Sample]:
-    """Answers the first `num_samples` prompts of `rows` greedily; prints how many answers equal the
-    reference, and some of the answers. A collective. (The prompt of raw text is its beginning.)
+    """Answers the first `num_samples` prompts of `rows`, of several sources in turns, greedily; prints how
+    many answers equal the reference, and some of the answers. A collective. (The prompt of raw text is its
+    beginning.)
 
     step: number of finished steps; 0: before training. every: 2 for preferences, whose documents are chosen
     and rejected answers in turns; answers that are labelled undesirable are no reference either. Returns all
@@ -60,8 +60,8 @@ def show_samples(
     """
     if rows is None:
         return []
-    wanted = (i for i in range(0, rows.num_documents, every) if rows.documents.is_desirable_N[i])
-    pairs = (rows.prompt_and_answer(i) for i in itertools.islice(wanted, num_samples))
+    wanted = [i for i in range(0, rows.num_documents, every) if rows.documents.is_desirable_N[i]]
+    pairs = (rows.prompt_and_answer(i) for i in rows.in_turns(wanted)[:num_samples])
     prompts = [(prompt, answer) for prompt, answer in pairs if len(answer)]  # empty after a long prompt
     if not prompts:
         return []

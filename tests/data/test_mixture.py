@@ -351,6 +351,12 @@ def test_each_token_of_a_batch_knows_its_source_and_targets_are_counted_by_sourc
                 found[source] += int((batch.labels_BS[b][here] != -100).sum())
         assert rows.num_targets_by_source(range(rows.num_rows)) == [found[0], found[1]]
         assert sum(found.values()) == batch.num_targets == rows.num_target_tokens
+    turns = held_out.in_turns(range(held_out.num_documents))
+    assert sorted(turns) == list(range(held_out.num_documents))
+    of_sums = [
+        tokenizer.decode(held_out.prompt_and_answer(number)[0]).strip() in QUESTIONS for number in turns
+    ]
+    assert of_sums[:4] == [True, False, True, False]
     loader = Loader(train, seed=3, global_batch_size=4, micro_batch_size=2)
     assert sum(loader.num_targets_by_source(1)) == loader.num_targets(1)
     alone, _, _ = run(sources[0], tokenizer)
