@@ -181,7 +181,7 @@ class Run:
         left to train but the config has changed, or the export exists with other `export.*` settings. Where
         steps are left, a line names the keys that have changed.
         """
-        if self._saved is None:
+        if self._continues is None or self._saved is None:
             return False
         assert self._state is not None, "check_continues comes first"
         if self.step < num_steps:
@@ -199,7 +199,7 @@ class Run:
             self._copy.begin(self._continues)
         and_exported = " and exported" if exports else ""
         kind = self.cfg.precision.kind
-        done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
+        done = f"{self._place_of(self._continues.folder)} is step {self.step}{and_exported}, precision {kind}"
         key = "early_stop_after" if self._stops_early else "num_steps"
         self.world.print(f"already finished: {done};\n  for more raise {key} or change output_dir")
         return True
@@ -274,8 +274,8 @@ class Run:
         if self._reference is not None:
             self._reference.write()
         self.world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
-        if self._saved is not None:
-            self.world.print(f"continuing {self._saved.folder}")
+        if self._continues is not None:
+            self.world.print(f"continuing {self._place_of(self._continues.folder)}")
 
     def keep_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
         """Writes answers of the model to samples.jsonl, in place of earlier ones of the same `when`; none:

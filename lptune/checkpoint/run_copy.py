@@ -176,10 +176,14 @@ class RunCopy:
         return [each for each in found if isinstance(each, Manifest)]
 
     def best(self) -> int:
-        """The step of the checkpoint at the address with the lowest eval_loss; the newest of equal ones."""
+        """The step of the checkpoint at the address with the lowest eval_loss; the newest of equal ones.
+        Raises UserError if there is none.
+        """
 
         def find() -> int:
-            losses = self._losses(self._steps())
+            if not (losses := self._losses(self._steps())):
+                none = "has no checkpoint to export; run again"
+                raise UnavailableError(f"{_KEY}: {self._storage.address}: {none}")
             return min(losses, key=lambda step: (losses[step] is None, losses[step] or 0.0, -step))
 
         return self._folder.on_main(find)

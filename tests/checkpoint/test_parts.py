@@ -12,12 +12,13 @@ from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
 from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint import run_folder
+from lptune.checkpoint.run_copy import RunCopy
 from lptune.checkpoint.run_folder import RunFolder
 from lptune.checkpoint.sums import verify_sums
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.cli.verify import verify
-from lptune.config import FinetuneConfig, load_config
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, load_config
 from lptune.distributed import World
 from tests.checkpoint.test_run_copy import copied, metrics, train
 from tests.faults.state import State
@@ -241,6 +242,17 @@ def test_without_its_address_a_run_does_not_begin_again(machines: Machines) -> N
         with pytest.raises(UserError, match="has part of step 3 of a run that is whole at its"):
             RunFolder(machines.disk(0), world).check("auto")
         RunFolder(machines.disk(0), world, has_copy=True).check("auto")
+
+
+def test_no_checkpoint_is_the_best_of_none(tmp_path: Path) -> None:
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="none"), data=DataConfig(source="builtin"), output_dir=str(tmp_path)
+    )
+    address = f"file://{tmp_path}/copy"
+    with distributed.session("cpu") as world:
+        copy = RunCopy(address, RunFolder(tmp_path, world, has_copy=True), cfg, world)
+        with pytest.raises(UserError, match="has no checkpoint to export; run again"):
+            copy.best()
 
 
 def test_two_of_three_machines_may_share_a_disk(machines: Machines) -> None:
