@@ -57,7 +57,7 @@ from lptune.base.files import (
     write_json,
     write_text,
 )
-from lptune.base.progress import RECIPE
+from lptune.base.progress import RECIPE, print_line
 from lptune.base.step_folders import list_checkpoints, step_of
 from lptune.checkpoint import parts
 from lptune.checkpoint.files import remove_leftover, set_aside
@@ -221,6 +221,7 @@ class RunFolder:
 
             def prepare() -> None:
                 self._make()
+                self._clear_disk()
                 parts.empty(self.parts, [resumed.folder] if resumed is not None else [])
 
             self.on_main(prepare, each_disk=True)
@@ -238,6 +239,14 @@ class RunFolder:
 
         self.on_main(take)
         self.compare_disks()
+        if self.own_disks:
+            self.on_main(self._clear_disk, each_disk=True)
+
+    def _clear_disk(self) -> None:
+        """Renames what another run has left on the disk of another machine than rank 0's."""
+        if not self._world.is_main and not self.has_steps():
+            with suppress(FileNotFoundError):  # another machine on this disk has done it
+                self._set_aside_results(lambda line: print_line(self.on_this_machine(line)))
 
     def has_steps(self) -> bool:
         """Whether there is a checkpoint, or a part of one that was whole at the address."""

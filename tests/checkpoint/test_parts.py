@@ -227,6 +227,21 @@ def test_a_folder_of_the_user_called_parts_stays(machines: Machines) -> None:
     assert [path.name for path in own.parent.parent.iterdir()] == ["mine"]
 
 
+def test_results_of_another_run_on_a_disk_are_set_aside(machines: Machines) -> None:
+    for number in (1, 2):
+        machines.disk(number).mkdir(parents=True)
+        (machines.disk(number) / "metrics.jsonl").write_text('{"step": 99, "loss": 1}\n')
+        (machines.disk(number) / "run.json").write_text('{"id": "aaaaaaaa"}')
+    assert machines.run(2, 0, 1) == 0
+    assert machines.run(3, 2, 1) == 2
+    assert metrics(machines.disk(2)) == [1, 2, 3]
+    assert not (machines.disk(1) / "metrics.jsonl").exists()
+    for number in (1, 2):
+        old = [machines.disk(number) / f"old-{name}-1" for name in ("metrics.jsonl", "run.json")]
+        assert "99" in old[0].read_text()
+        assert "aaaaaaaa" in old[1].read_text()
+
+
 def test_a_link_in_a_part_is_no_damage_at_the_address(machines: Machines) -> None:
     assert machines.run(3, 0, 1) == 0
     file = machines.disk(1) / "parts/step-00000003/model-00001.safetensors"
