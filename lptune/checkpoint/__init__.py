@@ -12,7 +12,7 @@ from lptune.checkpoint.resume import (
     check_unchanged,
     decides_rows,
     find_checkpoint,
-    newest_verified,
+    newest_of_run,
 )
 from lptune.checkpoint.run import Run, open_run
 from lptune.checkpoint.run_folder import RunFolder
@@ -43,7 +43,7 @@ __all__ = [
     "load_weights",
     "match_tensors",
     "num_elements_here",
-    "newest_verified",
+    "newest_of_run",
     "open_run",
     "read_base",
     "read_config",

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from lptune.base.errors import UserError
 from lptune.base.files import TEMPORARY, Lock
+from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint.files import num_threads, remove_leftover
 from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.load import in_threads
@@ -94,9 +95,12 @@ class Part:
 
 
 def begin(storage: Storage, place: str, folder: Path, seal: str) -> None:
-    """Puts the manifest of the address, the object `seal`, into the part `folder`. Follows no link."""
-    if folder.is_symlink():
-        folder.unlink()
+    """Puts the manifest of the address, the object `seal`, into the part `folder`. Follows no link, and
+    removes those in it: the files of a checkpoint would seem damaged at the address.
+    """
+    for path in (folder, *folder.glob("*")):
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
     new = folder / f"{TEMPORARY}{secrets.token_hex(8)}"
     new.mkdir(parents=True)
     with suppress(OSError):  # another machine on this disk has done it
@@ -118,8 +122,10 @@ def settle(written: Path, name: str | None) -> None:
 
 
 def empty(folder: Path, keep: Iterable[Path] = ()) -> None:
-    """Removes all parts in `folder` but those of `keep`. Another machine may be doing the same."""
-    for path in set(folder.glob("*")) - set(keep):
+    """Removes all parts in `folder` but those of `keep`, and what kills left of others. What else is there
+    is not lptune's and stays. Another machine may be doing the same.
+    """
+    for path in {*list_checkpoints(folder), *folder.glob(f"{TEMPORARY}*")} - set(keep):
         shutil.rmtree(path, ignore_errors=True)
 
 

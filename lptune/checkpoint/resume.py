@@ -108,6 +108,19 @@ def newest_verified(
     return None
 
 
+def newest_of_run(folder: Path, warn: Callable[[str], None]) -> Manifest | None:
+    """`newest_verified` of a run's folder. Raises UserError if a newer one is whole at the address alone
+    (parts.py).
+    """
+    here, parts = (list_checkpoints(folder / name) for name in ("checkpoints", "parts"))
+    if parts and (not here or step_of(here[0]) < step_of(parts[0])):
+        raise UserError(
+            f"{folder}: its newest checkpoint, of step {step_of(parts[0])}, is whole at checkpoint.copy_to "
+            "alone; fetch it from there"
+        )
+    return newest_verified(folder / "checkpoints", warn)
+
+
 def _given(path: Path, folder: Path, group: SideGroup) -> Manifest:
     if (path / "checkpoints").is_dir():
         raise UserError(f"resume: {path} is a run's folder; give one of its checkpoints/step-…")

@@ -18,6 +18,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from lptune.base.errors import UnavailableError
+from lptune.base.files import TEMPORARY
 from lptune.base.progress import is_verbose
 from lptune.base.step_folders import step_folder_name, step_of
 from lptune.checkpoint.export import check_form, export_hf
@@ -179,7 +181,7 @@ class Run:
         left to train but the config has changed, or the export exists with other `export.*` settings. Where
         steps are left, a line names the keys that have changed.
         """
-        if self._saved is None:
+        if self._continues is None or self._saved is None:
             return False
         assert self._state is not None, "check_continues comes first"
         if self.step < num_steps:
@@ -197,7 +199,7 @@ class Run:
             self._copy.begin(self._continues)
         and_exported = " and exported" if exports else ""
         kind = self.cfg.precision.kind
-        done = f"{self._saved.folder} is step {self.step}{and_exported}, precision {kind}"
+        done = f"{self._place_of(self._continues.folder)} is step {self.step}{and_exported}, precision {kind}"
         key = "early_stop_after" if self._stops_early else "num_steps"
         self.world.print(f"already finished: {done};\n  for more raise {key} or change output_dir")
         return True
@@ -272,8 +274,8 @@ class Run:
         if self._reference is not None:
             self._reference.write()
         self.world.print("\n".join([plan.table() if is_verbose() else plan.summary(), *report]))
-        if self._saved is not None:
-            self.world.print(f"continuing {self._saved.folder}")
+        if self._continues is not None:
+            self.world.print(f"continuing {self._place_of(self._continues.folder)}")
 
     def keep_samples(self, samples: Sequence[Mapping[str, object]]) -> None:
         """Writes answers of the model to samples.jsonl, in place of earlier ones of the same `when`; none:
@@ -345,6 +347,8 @@ class Run:
             if self._has_saved
             else ": nothing new to save"
         )
+        if lost := self._lost():
+            what = f": {lost}"
         self.world.print(f"stopped by {by.name}{what}")
         return SystemExit(143)
 
@@ -355,6 +359,8 @@ class Run:
         """
         self.close()
         if not self.cfg.export.enabled:
+            if lost := self._lost():
+                raise UnavailableError(lost)
             newest = "there is no checkpoint"
             if self._newest is not None:
                 newest = f"the newest checkpoint is {self._place_of(self._newest)}"
@@ -364,8 +370,9 @@ class Run:
         folder, manifests, publish = self.folder.export, list[Manifest](), None
         whole = str(folder)
         if self._own is not None:
-            folder, publish = self.folder.parts / folder.name, self._own.publish_export
-            manifests, whole = self._own.to_export(step_of(checkpoint), count), self._own.place(folder.name)
+            publish, whole = self._own.publish_export, self._own.place(folder.name)
+            manifests = self._own.to_export(step_of(checkpoint), count)
+            folder = self.folder.parts / f"{TEMPORARY}{folder.name}"
         elif checkpoint != self._newest:  # the newest was verified, or has just been written
             with self.world.phase(f"verifying {checkpoint.name}"), side_group(self.world) as group:
                 verify(checkpoint, group)
@@ -386,6 +393,15 @@ class Run:
     def _place_of(self, checkpoint: Path) -> str:
         """Where a checkpoint is whole."""
         return str(checkpoint) if self._own is None else self._own.place(f"checkpoints/{checkpoint.name}")
+
+    def _lost(self) -> str:
+        """What a run on machines with a disk each has lost, since the last step could not be copied; empty:
+        nothing.
+        """
+        if self._own is None or not self._has_saved or self._own.step == self.step:
+            return ""
+        newest = f"the newest checkpoint is of step {self._own.step}" if self._own.step else "there is none"
+        return f"checkpoint.copy_to: step {self.step} is not copied (see above), and {newest}; run again"
 
     @property
     def _own(self) -> RunCopy | None:

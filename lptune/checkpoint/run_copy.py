@@ -21,7 +21,6 @@ An address has one run, by the id in run.json. A run that does not continue that
 import re
 import secrets
 import shutil
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -62,6 +61,8 @@ class RunCopy:
         """folder: the run's, which need not exist. Raises UserError if nothing here can open the address."""
         self._folder, self._world, self._cfg = folder, world, cfg.checkpoint
         self._num_averaged = cfg.export.average_checkpoints
+        self.step = 0
+        """The step of the newest checkpoint that this launch found or copied; 0: none."""
         with side_group(world) as group, self._at_start(group):
             self._storage = Storage(address)
 
@@ -115,6 +116,7 @@ class RunCopy:
         """
         with side_group(self._world) as group:
             is_missing = False
+            self.step = found.step if found is not None else 0
             with self._at_start(group):
                 if self._world.is_main:
                     self._check_place()
@@ -139,6 +141,7 @@ class RunCopy:
             with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
                 self._put(_place(step), checkpoint, names, _SEAL, group)
                 what, is_copied = "is copied, but what it replaces could not be removed", True
+                self.step = step
                 with group.together(_ERRORS, why):
                     if self._world.is_main:
                         self._remove_old(step)
@@ -162,8 +165,9 @@ class RunCopy:
                     if len(steps) < count or steps[0] != step:
                         has = ", ".join(map(str, steps)) or "none"
                         raise UnavailableError(  # the steps may only have to be done and copied again
-                            f"{_KEY}: {self._storage.address}: the export needs {count} checkpoints until "
-                            f"step {step}, and there are those of {has}; run again"
+                            f"{_KEY}: {self._storage.address}: the export needs the checkpoint of step {step}"
+                            + f" and the {count - 1} before it" * (count > 1)
+                            + f", and there are those of {has}; run again"
                         )
             found = [self._assemble(each, group) for each in group.all_of_main(steps)]
         for each in found:
@@ -172,10 +176,14 @@ class RunCopy:
         return [each for each in found if isinstance(each, Manifest)]
 
     def best(self) -> int:
-        """The step of the checkpoint at the address with the lowest eval_loss; the newest of equal ones."""
+        """The step of the checkpoint at the address with the lowest eval_loss; the newest of equal ones.
+        Raises UserError if there is none.
+        """
 
         def find() -> int:
-            losses = self._losses(self._steps())
+            if not (losses := self._losses(self._steps())):
+                none = "has no checkpoint to export; run again"
+                raise UnavailableError(f"{_KEY}: {self._storage.address}: {none}")
             return min(losses, key=lambda step: (losses[step] is None, losses[step] or 0.0, -step))
 
         return self._folder.on_main(find)
@@ -187,6 +195,7 @@ class RunCopy:
             said, seal = (self._storage.read(name) for name in ("export.json", f"export/{sums.NAME}"))
             if said is None or seal is None:
                 return False
+            self._folder.set_old_export_aside(said)
             write_bytes(self._folder.path / "export.json", said)
             return self._folder.says_exported(step, cfg)
 
@@ -240,7 +249,9 @@ class RunCopy:
                 todo = "wait for it" if isinstance(error, UnavailableError) else "mend it"
                 other = "and run again" if self._folder.own_disks else "or leave the key out"
                 return f"{_KEY}: {error}; {todo}, {other}"
-            return str(error) if isinstance(error, UserError) else f"output_dir: {why(error)}"
+            line = str(error) if isinstance(error, UserError) else f"output_dir: {why(error)}"
+            is_here = self._folder.own_disks and line.startswith("output_dir: ")
+            return self._folder.on_this_machine(line) if is_here else line
 
         with group.together(_ERRORS, line_of):
             yield
@@ -286,7 +297,7 @@ class RunCopy:
         with self._at_start(group):
             if not self._folder.prepares:
                 return
-            where = f"output_dir: {self._folder.path} on {socket.gethostname()}"
+            where = f"output_dir: {self._folder.path}"
             here = self._folder.run_id()
             if self._folder.has_steps() and (here is None or here not in ids):
                 raise UserError(f"{where} has another run; remove it there, or choose another folder")

@@ -31,6 +31,7 @@ import os
 import platform
 import re
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -56,7 +57,7 @@ from lptune.base.files import (
     write_json,
     write_text,
 )
-from lptune.base.progress import RECIPE
+from lptune.base.progress import RECIPE, print_line
 from lptune.base.step_folders import list_checkpoints, step_of
 from lptune.checkpoint import parts
 from lptune.checkpoint.files import remove_leftover, set_aside
@@ -128,11 +129,16 @@ class RunFolder:
         """
         found = 0
         with side_group(self._world) as group:
-            with group.together((UserError,), str), _errors_of(self.path):
+            line_of = self.on_this_machine if each_disk else str
+            with group.together((UserError,), line_of), _errors_of(self.path):
                 if self.prepares if each_disk else self._world.is_main:
                     self.check_held()
                     found = int(work() or 0)
             return group.of_main(found)
+
+    def on_this_machine(self, line: object) -> str:
+        """A line about a disk, with the name of its machine."""
+        return f"on {socket.gethostname()}: {line}"
 
     def write_config(self, cfg: Any) -> None:
         """Writes config.yaml with every key, so that it stays the same config if defaults change."""
@@ -190,7 +196,17 @@ class RunFolder:
 
     def write_exported(self, step: int, cfg: ExportConfig) -> None:
         """Writes export.json, which says that export/ has the weights of `step`, with the settings `cfg`."""
+        if self.own_disks:
+            self.set_old_export_aside()
         write_json(self.path / "export.json", {"step": step, **_form(cfg)})
+
+    def set_old_export_aside(self, said: bytes = b"") -> None:
+        """Renames export/, from the time of a shared disk, before export.json says what is at the address:
+        `said`. On the main rank.
+        """
+        about = self.path / "export.json"
+        if kind_of(self.export) and not (kind_of(about) == "a file" and about.read_bytes() == said):
+            self._world.print(f"set aside: {self.export} -> {set_aside(self.export).name}")
 
     def create(self, resumed: Manifest | None, say: Callable[[str], None]) -> None:
         """Makes and locks the folder, or prepares an existing folder. A collective.
@@ -205,6 +221,7 @@ class RunFolder:
 
             def prepare() -> None:
                 self._make()
+                self._clear_disk()
                 parts.empty(self.parts, [resumed.folder] if resumed is not None else [])
 
             self.on_main(prepare, each_disk=True)
@@ -222,6 +239,14 @@ class RunFolder:
 
         self.on_main(take)
         self.compare_disks()
+        if self.own_disks:
+            self.on_main(self._clear_disk, each_disk=True)
+
+    def _clear_disk(self) -> None:
+        """Renames what another run has left on the disk of another machine than rank 0's."""
+        if not self._world.is_main and not self.has_steps():
+            with suppress(FileNotFoundError):  # another machine on this disk has done it
+                self._set_aside_results(lambda line: print_line(self.on_this_machine(line)))
 
     def has_steps(self) -> bool:
         """Whether there is a checkpoint, or a part of one that was whole at the address."""
@@ -303,7 +328,8 @@ class RunFolder:
 
     def is_a_run(self) -> bool:
         """Whether the folder contains a run to continue, or another run may be using it."""
-        return any(kind_of(self.path / name) for name in (".lock", "checkpoints", "parts", "export.json"))
+        names = (".lock", "checkpoints", "export.json")
+        return any(kind_of(self.path / name) for name in names) or bool(list_checkpoints(self.parts))
 
     def lock(self, flags: int = 0) -> None:
         """Locks the folder until `unlock`. Raises UserError if another run has locked it.
@@ -336,10 +362,17 @@ class RunFolder:
 
     def check(self, resume: str) -> None:
         """Raises UserError if a run cannot use this folder. resume: the key. Writes nothing."""
-        if resume == "none" and any(p.exists() for p in (self.metrics, self.checkpoints, self.parts)):
+        found = [list_checkpoints(folder) for folder in (self.checkpoints, self.parts)]
+        newest, of_part = (step_of(each[0]) if each else -1 for each in found)
+        if resume == "none" and (self.metrics.exists() or self.checkpoints.exists() or of_part >= 0):
             raise UserError(
                 f"output_dir: {self.path} holds another run; choose a new folder, or continue it with "
                 "resume=auto"
+            )
+        if of_part > newest and not self._has_copy:
+            raise UserError(
+                f"output_dir: {self.path} has part of step {of_part} of a run that is whole at its "
+                "checkpoint.copy_to alone; set that key again, or choose another folder"
             )
         nearest = next(part for part in (self.path, *self.path.absolute().parents) if part.exists())
         if not nearest.is_dir():

@@ -23,7 +23,7 @@ from lptune.checkpoint.hosts import check_same
 from lptune.checkpoint.load import load_weights
 from lptune.checkpoint.manifest import NAME as MANIFEST
 from lptune.checkpoint.manifest import Manifest, verify
-from lptune.checkpoint.resume import newest_verified
+from lptune.checkpoint.resume import newest_of_run
 from lptune.checkpoint.state import base_digests, check_base, read_state
 from lptune.distributed import World
 
@@ -82,7 +82,7 @@ def read_trained(path: str, say: Callable[[str], None]) -> Trained:
     if (folder / MANIFEST).is_file():
         return _of_checkpoint(verify(folder), say)
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-        newest = newest_verified(folder / "checkpoints", say)
+        newest = newest_of_run(folder, say)
         if newest is None:
             raise UserError(f"model.path: {folder} is the folder of a run that has no checkpoint yet")
         return _of_checkpoint(newest, say)

@@ -113,11 +113,11 @@ def export(
 
 
 def _verified(path: Path) -> "Manifest":
-    from lptune.checkpoint import newest_verified, verify
+    from lptune.checkpoint import newest_of_run, verify
 
     if not (path / "checkpoints").is_dir():
         return verify(path)
-    found = newest_verified(path / "checkpoints", lambda line: click.echo(line, err=True))
+    found = newest_of_run(path, lambda line: click.echo(line, err=True))
     if found is None:
         raise UserError(f"{path}: the run has no checkpoint yet")
     return found

@@ -12,11 +12,13 @@ from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
 from lptune.base.step_folders import list_checkpoints
 from lptune.checkpoint import run_folder
+from lptune.checkpoint.run_copy import RunCopy
+from lptune.checkpoint.run_folder import RunFolder
 from lptune.checkpoint.sums import verify_sums
 from lptune.cli import catalog
 from lptune.cli.recipe import load_main
 from lptune.cli.verify import verify
-from lptune.config import FinetuneConfig, load_config
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, load_config
 from lptune.distributed import World
 from tests.checkpoint.test_run_copy import copied, metrics, train
 from tests.faults.state import State
@@ -203,7 +205,7 @@ def test_a_disk_with_another_run_is_refused_and_stays(machines: Machines) -> Non
     machines.lose(1)
     shutil.copytree(other.disk(1), machines.disk(1))
     before = sorted(machines.disk(1).rglob("*"))
-    assert "output_dir: run on " in str(machines.run(3, 0, 1))
+    assert ": output_dir: run has another run" in str(machines.run(3, 0, 1))
     assert sorted(machines.disk(1).rglob("*")) == before
     machines.lose(0)  # also with a new machine 0, which knows the run from the address alone
     assert "has another run" in str(machines.run(3, 0, 1))
@@ -212,6 +214,60 @@ def test_a_disk_with_another_run_is_refused_and_stays(machines: Machines) -> Non
     assert machines.run(3, 0, 1) == 2
     machines.copy = machines.place / "another"
     assert "has part of a run of which faulty://" in str(machines.run(4, 0, 1))
+
+
+def test_a_folder_of_the_user_called_parts_stays(machines: Machines) -> None:
+    own = machines.disk(0) / "parts" / "mine" / "notes.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("of the user")
+    assert machines.run(2, 0) == 0
+    assert machines.run(3, 0, 1) == 2
+    assert machines.run(4, 0) == 3
+    assert own.read_text() == "of the user"
+    assert [path.name for path in own.parent.parent.iterdir()] == ["mine"]
+
+
+def test_results_of_another_run_on_a_disk_are_set_aside(machines: Machines) -> None:
+    for number in (1, 2):
+        machines.disk(number).mkdir(parents=True)
+        (machines.disk(number) / "metrics.jsonl").write_text('{"step": 99, "loss": 1}\n')
+        (machines.disk(number) / "run.json").write_text('{"id": "aaaaaaaa"}')
+    assert machines.run(2, 0, 1) == 0
+    assert machines.run(3, 2, 1) == 2
+    assert metrics(machines.disk(2)) == [1, 2, 3]
+    assert not (machines.disk(1) / "metrics.jsonl").exists()
+    for number in (1, 2):
+        old = [machines.disk(number) / f"old-{name}-1" for name in ("metrics.jsonl", "run.json")]
+        assert "99" in old[0].read_text()
+        assert "aaaaaaaa" in old[1].read_text()
+
+
+def test_a_link_in_a_part_is_no_damage_at_the_address(machines: Machines) -> None:
+    assert machines.run(3, 0, 1) == 0
+    file = machines.disk(1) / "parts/step-00000003/model-00001.safetensors"
+    moved = file.rename(machines.place / "moved")
+    file.symlink_to(moved)
+    assert machines.run(4, 0, 1) == 3
+    assert moved.is_file()
+
+
+def test_without_its_address_a_run_does_not_begin_again(machines: Machines) -> None:
+    assert machines.run(3, 0, 1) == 0
+    with distributed.session("cpu") as world:
+        with pytest.raises(UserError, match="has part of step 3 of a run that is whole at its"):
+            RunFolder(machines.disk(0), world).check("auto")
+        RunFolder(machines.disk(0), world, has_copy=True).check("auto")
+
+
+def test_no_checkpoint_is_the_best_of_none(tmp_path: Path) -> None:
+    cfg = FinetuneConfig(
+        model=ModelConfig(path="none"), data=DataConfig(source="builtin"), output_dir=str(tmp_path)
+    )
+    address = f"file://{tmp_path}/copy"
+    with distributed.session("cpu") as world:
+        copy = RunCopy(address, RunFolder(tmp_path, world, has_copy=True), cfg, world)
+        with pytest.raises(UserError, match="has no checkpoint to export; run again"):
+            copy.best()
 
 
 def test_two_of_three_machines_may_share_a_disk(machines: Machines) -> None:
@@ -272,6 +328,34 @@ def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, r
     written = (tmp_path / "copy/export/SHA256SUMS").stat().st_mtime_ns
     assert ranks.run(_recipe, 2, [one, two], str(config), copy) == ["", ""], "already finished"
     assert (tmp_path / "copy/export/SHA256SUMS").stat().st_mtime_ns == written
+
+
+def test_what_was_not_copied_is_not_said_to_be_there(tmp_path: Path, ranks: Ranks) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 40)
+    config = write_config(
+        tmp_path / "c.yaml",
+        make_checkpoint(tmp_path / "m"),
+        Path("run"),
+        data={"source": str(rows), "seq_len": 128},
+        num_steps=2,
+        checkpoint={"every_steps": 1, "copy_to": f"file://{tmp_path}/copy"},
+    )
+    shared, one, two = (str(tmp_path / name) for name in ("shared", "one", "two"))
+    for name in (shared, one, two):
+        Path(name).mkdir()
+    assert ranks.run(_recipe, 2, [shared, shared], str(config), []) == ["", ""]
+    # A disk each from here on. The export on the disk is not what export.json then tells of.
+    Path(shared, "run").rename(Path(one, "run"))
+    assert ranks.run(_recipe, 2, [one, two], str(config), ["num_steps=3"]) == ["", ""]
+    assert not Path(one, "run/export").exists()
+    assert Path(one, "run/old-export-1/SHA256SUMS").is_file()
+    assert list_checkpoints(Path(one, "run/checkpoints")), "of the shared disk, and older"
+    with pytest.raises(UserError, match=r"of step 3, is whole at checkpoint.copy_to alone"):
+        checkpoint.newest_of_run(Path(one, "run"), print)
+    # Nothing can be copied to step 4, a file.
+    (tmp_path / "copy/checkpoints/step-00000004").write_text("")
+    for line in ranks.run(_recipe, 2, [one, two], str(config), ["num_steps=4", "export.enabled=false"]):
+        assert "step 4 is not copied (see above), and the newest checkpoint is of step 3; run again" in line
 
 
 def _losses(folder: Path) -> list[float]:
