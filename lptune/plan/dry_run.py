@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -182,9 +182,15 @@ def dry_run(
             log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
-            first, collectives, resting, state_bytes, pinned = _run_steps(
-                model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log
-            )
+            try:
+                first, collectives, resting, state_bytes, pinned = _run_steps(
+                    model, step, frozen, blocks, plan, world, eager, num_micro_batches, num_run, log
+                )
+            except DataDependentOutputException as error:
+                raise UserError(
+                    f"{model_config.family!r} reads values of tensors ({error}), which a dry run has not; it "
+                    "cannot be planned"
+                ) from None
             offloaded: tuple[str, ...] = ()
             if device_type == "cuda" and (offloads or cfg.optimizer.cpu_offload):
                 offloaded = _OFFLOADED if offloads else (memory.OPTIMIZER,)

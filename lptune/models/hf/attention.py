@@ -256,6 +256,7 @@ def _with_sinks(
     mask, only the one that stores them takes grouped queries or sizes that are no multiples of 8.
     """
     batch, num_heads, seq_len, size = q.shape
+    value_size = v.shape[-1]
     score_BNS1 = (sinks_N / scale).to(q.dtype)[None, :, None, None].expand(batch, num_heads, seq_len, 1)
     q = F.pad(torch.cat([q, score_BNS1], -1), (0, _ALIGNMENT - 1))
     k, v = (each.repeat_interleave(num_heads // each.shape[1], dim=1) for each in (k, v))
@@ -263,10 +264,10 @@ def _with_sinks(
     sink_BN1D = sink.expand(batch, num_heads, 1, -1)
     num_more = 1 + -(k.shape[2] + 1) % _ALIGNMENT
     k = F.pad(torch.cat([F.pad(k, (0, _ALIGNMENT)), sink_BN1D], 2), (0, 0, 0, num_more - 1))
-    v = F.pad(v, (0, _ALIGNMENT, 0, num_more))
+    v = F.pad(v, (0, max(0, k.shape[-1] - value_size), 0, num_more))
     mask = visible.mask_B1SS
     if mask is None:
         mask = torch.ones(seq_len, seq_len, dtype=torch.bool, device=q.device).tril()[None, None]
     mask = F.pad(F.pad(mask, (0, 1), value=True), (0, num_more - 1), value=False)
     found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return found[..., :size].transpose(1, 2)
+    return found[..., :value_size].transpose(1, 2)

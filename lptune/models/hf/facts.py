@@ -61,6 +61,8 @@ class HFFacts(Facts):
     """The largest number of tokens of a row with several documents; None: any."""
     is_recurrent: bool = False
     """Whether any block has a mixer that is no attention."""
+    shares_between_blocks: bool = False
+    """Also where the code of transformers finds the kind of a block by its number."""
     is_part: bool = False
     """Whether it is the text part of a model that sees or hears, whose other tensors pass on."""
     kept: tuple[int, ...] | None = None
@@ -93,12 +95,6 @@ class HFFacts(Facts):
     def folder(self) -> Path:
         """Where config.json is; constants are read from there, too."""
         return Path(self.where).parent
-
-    @property
-    def shares_between_blocks(self) -> bool:
-        """Embeddings of layers are one matrix; and later blocks read the keys of earlier ones."""
-        content = json.loads(self.content)
-        return bool(content.get("hidden_size_per_layer_input") or content.get("num_kv_shared_layers"))
 
     def with_layers(self, numbers: Sequence[int]) -> Self:
         if len(numbers) < len(self.layers) and self.shares_between_blocks:

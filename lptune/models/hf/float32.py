@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,6 +60,8 @@ def computed_in_float32(facts: HFFacts) -> frozenset[str]:
     """
     try:
         model, seen = _run(facts, frozenset())
+    except DataDependentOutputException:  # code that reads values, which fake tensors do not have
+        return frozenset()
     except Exception as error:  # whatever a model of transformers raises
         raise UserError(
             f"{facts.where}: {facts.family!r} does not run in bfloat16 ({first_line(error)}); set "
@@ -84,7 +86,9 @@ def _run(facts: HFFacts, in_float32: frozenset[str]) -> "tuple[Any, _Uses]":
         model.reset_buffers("cpu")
         tokens_BS = torch.zeros(1, _SEQ_LEN, dtype=torch.int64)
         with _Uses(model) as seen:
-            model.body(tokens_BS, DocumentBounds.single(1, _SEQ_LEN, tokens_BS.device))
+            hidden_BSH = model.body(tokens_BS, DocumentBounds.single(1, _SEQ_LEN, tokens_BS.device))
+    if hidden_BSH.dtype != torch.bfloat16:  # which the head, in bfloat16, does not multiply
+        raise TypeError(f"its hidden states are {hidden_BSH.dtype}")
     return model, seen
 
 

@@ -60,6 +60,10 @@ class HFModel(Backbone):
         for name, child in causal.named_children():
             self.add_module(name, child)
         self.config = causal.config  # `linear.convert` asks it how many experts a token uses
+        for name in _stored_in_float32(facts):
+            module = causal.get_submodule(name.rpartition(".")[0])
+            if type(module) is nn.Linear:
+                module.__class__ = Float32Linear
         self.body_name, self.blocks_name = _body_name(causal, facts.where), _blocks_name(causal, facts.where)
         self.chunk_loss = ChunkLoss(facts.vocab_size, facts.logit_divisor, facts.logit_softcap)
         for mixer in mixers.find(causal):
@@ -256,9 +260,9 @@ class HFModel(Backbone):
     def _remove_blocks(self, numbers: Iterable[int]) -> None:
         removed = set(numbers)
         config = self.get_submodule(self.body_name).config
-        for key in ("layer_types", "layers_block_type", "mlp_layer_types"):
-            if isinstance(kinds := getattr(config, key, None), list):
-                vars(config)[key] = [kind for number, kind in enumerate(kinds) if number not in removed]
+        for key, values in vars(config).items():
+            if isinstance(values, list) and len(values) == len(self.blocks):  # one for each block
+                vars(config)[key] = [value for number, value in enumerate(values) if number not in removed]
         vars(config)["num_hidden_layers"] = len(self.blocks) - len(removed)
         for number in removed:
             delattr(self.blocks, str(number))
@@ -332,6 +336,7 @@ def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]]
         has_sinks=has_sinks,
         longest_packed_row=_longest_packed_row(config),
         is_recurrent=bool(mixers.find(causal)),
+        shares_between_blocks=_shares_between_blocks(config),
     )
 
 
@@ -352,6 +357,11 @@ def _build(content: str, where: str, dtype: torch.dtype = torch.float32) -> Any:
             experts_implementation=experts.NAME,
         )
     except Exception as error:  # whatever a model of transformers raises
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            raise UserError(
+                f"{where}: the attention of {config.model_type!r} in transformers cannot be replaced, so "
+                "documents of a packed row would not be kept apart; this model cannot be trained"
+            ) from None
         raise UserError(f"{where}: transformers cannot build the model: {first_line(error)}") from None
     if not hasattr(causal.config, "num_hidden_layers"):
         raise UserError(f"{where}: {type(causal).__name__} is multimodal, and the file has no text_config")
@@ -402,6 +412,15 @@ def _blocks_name(causal: Any, where: str) -> str:
     if len(found) != 1:
         raise UserError(f"{where}: {type(causal).__name__} has {len(found)} lists of {count} blocks, not one")
     return found[0]
+
+
+def _shares_between_blocks(config: Any) -> bool:
+    """Whether embeddings of layers are one matrix, later blocks read the keys of earlier ones, or a block is
+    used several times; or the kinds of blocks are computed, so that `_remove_blocks` cannot name them.
+    """
+    keys = ("hidden_size_per_layer_input", "num_kv_shared_layers", "hybrid_layer_ids")
+    computed = (getattr(type(config), key, None) for key in ("layer_types", "layers_block_type"))
+    return any(getattr(config, key, None) for key in keys) or any(isinstance(k, property) for k in computed)
 
 
 def _layers(config: Any, blocks: nn.Module) -> Iterator[HFLayer]:

@@ -10,7 +10,7 @@ import torch
 
 from lptune import checkpoint, linear, models
 from lptune.base.errors import UserError
-from lptune.config import FinetuneConfig, load_config
+from lptune.config import DataConfig, FinetuneConfig, ModelConfig, load_config
 from lptune.linear.verify import verify_step
 from lptune.models.hf import attention, check, mixers
 from lptune.plan.dry_run import dry_run
@@ -317,6 +317,8 @@ def test_blocks_after_the_last_one_pass_on(tmp_path: Path) -> None:
             | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
         ),
         ("phimoe", {"num_local_experts": 4}),  # samples experts in training mode
+        ("mimo_v2_flash", {"head_dim": 32, "v_head_dim": 16}),  # sinks, and smaller values than keys
+        ("bamba", {"attn_layer_indices": [2], "mamba_n_heads": 16, "mamba_d_head": 8}),  # kinds by number
     ],
 )
 def test_settings_that_differ_between_layers(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -326,6 +328,33 @@ def test_settings_that_differ_between_layers(kind: str, settings: dict[str, Any]
     tokens_BS = torch.randint(3, 256, (1, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert torch.equal(model(tokens_BS), model(tokens_BS))
+
+
+def test_a_linear_layer_that_is_made_in_float32_stays_so(tmp_path: Path) -> None:
+    experts = {"num_experts": 16, "moe_topk": [2] * 4, "moe_intermediate_size": [32] * 4}
+    hf_types.causal("hunyuan_v1_moe", **experts, num_shared_expert=[1] * 4).save_pretrained(tmp_path)
+    plan = linear.convert(loaded(tmp_path), "int8_rowcol")
+    routers = [f"model.layers.{number}.mlp.gate.wg" for number in range(4)]
+    assert {layer.name for layer in plan.layers if layer.reason} >= set(routers)
+
+
+def test_hidden_states_in_float32_are_one_line_in_bfloat16(tmp_path: Path) -> None:
+    sizes = {"num_heads": 16, "head_dim": 8, "expand": 2, "n_groups": 1, "state_size": 16}
+    hf_types.causal("mamba2", **sizes).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"float32\); set compute_dtype=float32"):
+        loaded(tmp_path).float32_names  # noqa: B018
+
+
+def test_code_that_reads_values_trains_in_bfloat16_and_is_not_planned(tmp_path: Path) -> None:
+    hf_types.causal("jetmoe", kv_channels=16, num_local_experts=4, num_experts_per_tok=2).save_pretrained(
+        tmp_path
+    )
+    model = loaded(tmp_path)
+    assert not model.float32_names
+    data = DataConfig(source="unused", seq_len=32)
+    cfg = FinetuneConfig(model=ModelConfig(path="unused"), data=data, micro_batch_size=1, global_batch_size=1)
+    with pytest.raises(UserError, match=r"'jetmoe'.*cannot be planned"):
+        dry_run(cfg, model.facts, 1)
 
 
 def test_llama4_scales_attention_by_the_place_in_the_row(tmp_path: Path) -> None:
