@@ -32,7 +32,7 @@ from lptune.distributed.parallelize import (
     uses_fsdp,
 )
 from lptune.distributed.same_products import check_products
-from lptune.distributed.session import World, session
+from lptune.distributed.session import World, destroy_process_group, session
 from lptune.distributed.shards import (
     Piece,
     blocks_are_whole,
@@ -89,6 +89,7 @@ __all__ = [
     "cut_dims",
     "describe_collective",
     "describe_mesh",
+    "destroy_process_group",
     "first_column",
     "full_tensor",
     "fused_rows",

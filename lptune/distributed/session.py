@@ -247,8 +247,19 @@ def session(
         raise
     finally:
         preemption.release()
-        dist.destroy_process_group()
+        destroy_process_group()
         _wait_for_gloo_at_exit()
+
+
+def destroy_process_group() -> None:
+    """Ends the process group, so that another may follow in this process."""
+    dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        # DTensor keeps how it sharded, with the groups of a mesh that equals the next one.
+        if clear := getattr(debug, "_clear_fast_path_sharding_prop_cache", None):
+            clear()
 
 
 @cache

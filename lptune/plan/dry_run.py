@@ -399,7 +399,6 @@ def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
     """This process as rank 0 of `world_size` ranks that do not exist. The device is the CPU, so that torch
     without CUDA can run it; `planned_for` makes lptune decide as on a GPU.
     """
-    from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     assert not dist.is_initialized()
@@ -409,10 +408,7 @@ def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh)
     finally:
-        dist.destroy_process_group()
-        # DTensor keeps how it sharded, with the groups of a mesh that equals the next one.
-        if clear := getattr(debug, "_clear_fast_path_sharding_prop_cache", None):
-            clear()
+        distributed.destroy_process_group()
 
 
 def _in_later_steps(peaks: dict[str, Counter[str]], resting: Counter[str]) -> dict[str, Counter[str]]:
