@@ -99,8 +99,8 @@ class HFFacts(Facts):
     def with_layers(self, numbers: Sequence[int]) -> Self:
         if len(numbers) < len(self.layers) and self.shares_between_blocks:
             raise UserError(
-                f"{self.where}: blocks of {self.family!r} share keys or embeddings, so one of them cannot "
-                "run alone to be timed; compare kinds by `lptune sweep`"
+                f"{self.where}: blocks of {self.family!r} run only together, so one of them cannot be timed "
+                "alone; compare kinds by `lptune sweep`"
             )
         kept = range(len(self.layers)) if self.kept is None else self.kept
         return replace(super().with_layers(numbers), kept=tuple(kept[number] for number in numbers))
