@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import chdir
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -293,21 +294,26 @@ def _recipe(rank: int, num_ranks: int, folders: list[str], config: str, override
     return ""
 
 
-def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, ranks: Ranks) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", 40)
+def _prepared(tmp_path: Path, **keys: Any) -> tuple[Path, str, str, str]:
+    """A config with these keys, and folders: one that ranks share, and two that are disks of their own."""
+    data = {"source": str(write_rows(tmp_path / "rows.jsonl", 40)), "seq_len": 128}
     config = write_config(
-        tmp_path / "c.yaml",
-        make_checkpoint(tmp_path / "m"),
-        Path("run"),
-        data={"source": str(rows), "seq_len": 128},
+        tmp_path / "c.yaml", make_checkpoint(tmp_path / "m"), Path("run"), data=data, **keys
+    )
+    folders = [tmp_path / name for name in ("shared", "one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    shared, one, two = map(str, folders)
+    return config, shared, one, two
+
+
+def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, ranks: Ranks) -> None:
+    config, shared, one, two = _prepared(
+        tmp_path,
         num_steps=4,
         checkpoint={"every_steps": 2},
         export={"average_checkpoints": 2, "max_shard_gib": 0.0001},
     )
-    names = ("shared", "one", "two")
-    shared, one, two = (str(tmp_path / name) for name in names)
-    for name in (shared, one, two):
-        Path(name).mkdir()
     assert ranks.run(_recipe, 2, [shared, shared], str(config), []) == ["", ""]
     copy = [f"checkpoint.copy_to=file://{tmp_path}/copy"]
     for line in ranks.run(_recipe, 2, [one, two], str(config), []):
@@ -331,18 +337,11 @@ def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, r
 
 
 def test_what_was_not_copied_is_not_said_to_be_there(tmp_path: Path, ranks: Ranks) -> None:
-    rows = write_rows(tmp_path / "rows.jsonl", 40)
-    config = write_config(
-        tmp_path / "c.yaml",
-        make_checkpoint(tmp_path / "m"),
-        Path("run"),
-        data={"source": str(rows), "seq_len": 128},
+    config, shared, one, two = _prepared(
+        tmp_path,
         num_steps=2,
         checkpoint={"every_steps": 1, "copy_to": f"file://{tmp_path}/copy"},
     )
-    shared, one, two = (str(tmp_path / name) for name in ("shared", "one", "two"))
-    for name in (shared, one, two):
-        Path(name).mkdir()
     assert ranks.run(_recipe, 2, [shared, shared], str(config), []) == ["", ""]
     # A disk each from here on. The export on the disk is not what export.json then tells of.
     Path(shared, "run").rename(Path(one, "run"))
