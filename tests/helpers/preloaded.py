@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
+import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
