@@ -466,9 +466,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("sweep --config toy.yaml sed=1,2", "unknown key 'sed'"),
     ("sweep --config toy.yaml full_finetune data.source=builtin,no.jsonl", "no.jsonl: no such file"),
     ("sweep --config toy.yaml seed=1,2 --output-dir file", "file: is a file, where a folder is needed"),
-    ("sweep --config toy.yaml --nnodes 2 seed=1,2", "add --slurm"),
+    ("sweep --config toy.yaml --nnodes 2 seed=1,2", "add --dry-run"),
     ("sweep --config toy.yaml seed=1,2 --dryrun", "no such option here: --dryrun | did you mean '--dry-run'?"),
-    ("sweep --config toy.yaml --rdzv-id x seed=1,2 --slurm my.sbatch", "the script of --slurm sets"),
     ("sweep --config toy.yaml evaluate seed=1,2", ""),
     *((f"sweep --config toy.yaml {values}", words) for values, words in (
         ("seed=1,", "has an empty value"), ("seed=1,2,1", "has the value '1' twice"), ("seed=1", "no key has several"),
