@@ -405,8 +405,6 @@ COMMANDS: list[tuple[str, str]] = [
     ("new-checkpoint llama3_2/tiny new-one --vocab-size 100", "'--vocab-size': 100 is not in the range 260<=x"),
     ("export new out", "new: the run has no checkpoint yet"),
     ("export nothing out", "nothing: no such checkpoint folder"),
-    ("export run out --private", "--private belongs to --push-to-hub"),
-    ("export run out --push-to-hub=a/b/c", "--push-to-hub a/b/c: is not a repository id; give OWNER/NAME"),
     ("verify file", "file: is a file; give its folder"),
     ("verify new", "new: the run has neither a checkpoint nor an export yet"),
     ("verify empty", "empty: is not a checkpoint, a Hugging Face folder or a run's folder"),
