@@ -151,5 +151,4 @@ def _changes(cfg: RunConfig, advice: "Advice") -> dict[str, object]:
 
     given = dataclasses.asdict(cfg.precision)
     new = dataclasses.asdict(precision_of(cfg.precision, advice.chosen.kind))
-    new["skip"] = (*new["skip"], *advice.chosen.skip)
     return {f"precision.{name}": value for name, value in new.items() if value != given[name]}

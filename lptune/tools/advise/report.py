@@ -200,12 +200,6 @@ def _verdict(advice: Advice, setting: Setting) -> list[str]:
         lines = _wrapped(f"advice: precision.kind=none: {advice.reason} ({_pays(setting)})")
     else:
         lines = _wrapped(f"advice: precision.kind={chosen.kind}, {advice.reason}")
-    if chosen.skip:
-        lines += _wrapped(
-            f"leave {', '.join(chosen.skip)} in high precision (precision.skip): slower in {chosen.kind}; "
-            f"{chosen.speedup:.2f}x becomes {chosen.skipping_speedup:.2f}x",
-            2,
-        )
     planned = setting.planned.get(chosen.kind)
     if planned and setting.gpu and not fits(planned.peak_bytes, setting.gpu):
         lines += _wrapped(
