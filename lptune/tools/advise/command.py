@@ -109,10 +109,10 @@ def advise(
     is_here = named is None or (here is not None and named.name == here.name)
     if named is not None and not is_here:
         advice, lines = answer.predicted_for(
-            cfg, step, model_config, setting, named, kinds, seconds, measures_quality
+            cfg, model_config, setting, named, kinds, seconds, measures_quality
         )
     else:
-        advice, lines = answer.timed(cfg, step, model_config, setting, here, kinds, seconds, measures_quality)
+        advice, lines = answer.timed(cfg, step, model_config, setting, kinds, seconds, measures_quality)
     for line in [*lines, *_notes(cfg, step)]:
         click.echo(line)
     if write is not None:
@@ -141,7 +141,7 @@ def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
     names = [name for name, is_so in left_out.items() if is_so]
     lines = [f"not in these figures: {', '.join(names)}"] if names else []
     if cfg.optimizer.in_backward:
-        lines.append("optimizer.in_backward: in the memory; updates are timed as if after backward")
+        lines.append("optimizer.in_backward: updates are timed as if after backward")
     return lines
 
 
