@@ -14,7 +14,6 @@ from lptune.hardware.devices import Device
 from lptune.kernels import emulated_bfloat16
 from lptune.plan import from_counts
 from lptune.tools.advise import from_times, measure, quality, report
-from lptune.tools.advise.from_times import Advice
 from lptune.tools.advise.report import Setting
 from lptune.training import PlannedStep
 
@@ -30,8 +29,8 @@ def timed(
     kinds: tuple[str, ...],
     seconds: float | None,
     measures_quality: bool,
-) -> tuple[Advice, list[str]]:
-    """The advice and its report, from times that are taken here.
+) -> list[str]:
+    """The report of the advice, from times that are taken here.
 
     step: what the recipe plans; a frozen model in it is left out. kinds: those to compare with `none`; empty
     means all that run natively. seconds: after them nothing new is timed; None: SECONDS. measures_quality:
@@ -62,7 +61,7 @@ def timed(
     advice = from_times.advise(candidates, setting.quality)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
     notes = emulated_bfloat16(cfg.compute_dtype, world.device)
-    return advice, report.timed_report(advice, measured, setting, emulated, notes)
+    return report.timed_report(advice, measured, setting, emulated, notes)
 
 
 def predicted_for(
@@ -73,8 +72,8 @@ def predicted_for(
     kinds: tuple[str, ...],
     seconds: float | None,
     measures_quality: bool,
-) -> tuple[Advice, list[str]]:
-    """The advice and its report for a GPU that is not here: predicted, not measured. The quality does not
+) -> list[str]:
+    """The report of the advice for a GPU that is not here: predicted, not measured. The quality does not
     depend on the GPU and can be measured here, as in `timed`. Raises UserError for a kind of which there is
     no prediction.
     """
@@ -116,7 +115,7 @@ def predicted_for(
             )
         )
     advice = from_times.advise(candidates, setting.quality)
-    return advice, report.predicted_report(advice, ranges, setting, device)
+    return report.predicted_report(advice, ranges, setting, device)
 
 
 def _together(kinds: Sequence[str]) -> str:

@@ -87,15 +87,6 @@ def predicted_report(
     return [*lines, *_wrapped(_NOT_HERE), "", *_verdict(advice, setting)]
 
 
-def source_text(advice: Advice, setting: Setting, how: str) -> str:
-    """What a written config was chosen from, for its comment."""
-    with_quality = " --quality" if setting.quality.is_measured else ""
-    return (
-        f"{advice.chosen.kind}: {advice.reason}; {how} {setting.device}, {setting.tokens:,} tokens in a "
-        f"micro-batch, by `lptune advise --config {setting.config}{with_quality}`."
-    )
-
-
 def _heading(setting: Setting) -> list[str]:
     ranks = "" if setting.num_ranks == 1 else f" of each of {setting.num_ranks} ranks"
     number = f"{setting.num_micro_batches} micro-batches"
