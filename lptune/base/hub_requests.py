@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub: by `lptune download`, by an export that is uploaded, by data sources.
+"""Requests to the Hugging Face hub: by `lptune download`, by data sources.
 
 huggingface_hub brings time limits, retries and progress bars of its own. Here its errors become one line.
 """
@@ -49,7 +49,6 @@ def _reason(error: Exception) -> str:
         errors.GatedRepoError: "is gated; accept its terms on the hub, then set HF_TOKEN",
         errors.RevisionNotFoundError: "has no such revision",
         errors.RepositoryNotFoundError: "is not on the hub, or private (set HF_TOKEN)",
-        errors.LocalTokenNotFoundError: "there is no token; set HF_TOKEN or run `hf auth login`",
         errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE is set",
     }
     for kind, text in known.items():

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lptune.base import hub_requests
 from lptune.base.errors import UserError
 from lptune.cli import interrupts
 from lptune.cli.places import PathArgument, check_new_folder
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
     type=click.Choice(EXPORT_FORMATS),
     help="Store what was trained in low precision in this format of servers.  [default: the run's]",
 )
-@click.option("--push-to-hub", "repo", metavar="OWNER/NAME", help="Upload the folder, too.")
-@click.option("--private", is_flag=True, help="Make the repository on the hub private.")
 def export(
     checkpoint: Path,
     dest: Path,
@@ -56,21 +53,13 @@ def export(
     average: int | None,
     ema: bool | None,
     quantized: str | None,
-    repo: str | None,
-    private: bool,
 ) -> None:
     """Write CHECKPOINT (checkpoints/step-… of a run, or the folder of a run, for its newest intact
-    checkpoint) as the Hugging Face folder DEST.
-
-    A token for the hub is taken from HF_TOKEN or `hf auth login`.
+    checkpoint) as the Hugging Face folder DEST. `hf upload OWNER/NAME DEST` sends it to the hub.
     """
-    if private and repo is None:
-        raise click.UsageError("--private belongs to --push-to-hub, which is not given")
     check_new_folder(dest)
     if ema and (average or 1) > 1:
         raise click.UsageError("--ema and --average are two averages of the weights; give one of them")
-    if repo is not None:
-        _check_hub(repo)
     from lptune.checkpoint import EMA, export_hf, read_index, read_state
 
     manifest = _verified(checkpoint)
@@ -108,8 +97,6 @@ def export(
     if cfg.quantized != "none":
         high = f"; in {cfg.quantized}, {manifest.folder} has the weights in float32"
     click.echo(f"export: {dest} (step {manifest.step}, read back and compared with {what}{high})")
-    if repo is not None:
-        click.echo(f"pushed: {_push(dest, repo, private, manifest.step)}")
 
 
 def _verified(path: Path) -> "Manifest":
@@ -121,24 +108,3 @@ def _verified(path: Path) -> "Manifest":
     if found is None:
         raise UserError(f"{path}: the run has no checkpoint yet")
     return found
-
-
-def _check_hub(repo: str) -> None:
-    """Raises UserError, before anything is written, for an illegal repository name or without a token."""
-    with hub_requests.asked(f"--push-to-hub {repo}", "nothing was written"):
-        from huggingface_hub import HfApi
-        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-        validate_repo_id(repo)
-        HfApi().whoami()
-
-
-def _push(folder: Path, repo: str, private: bool, step: int) -> str:
-    todo = f"the export is in {folder}, `hf upload {repo} {folder}` sends it"
-    with hub_requests.asked(f"--push-to-hub {repo}", todo):
-        from huggingface_hub import HfApi
-
-        api = HfApi()
-        api.create_repo(repo, private=private or None, exist_ok=True)  # an existing one keeps its visibility
-        message = f"Weights of step {step}"
-        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message).commit_url

@@ -5,6 +5,8 @@ name of the config: configs are named after their models.
 """
 
 import math
+import shlex
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +15,10 @@ import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError
+from lptune.base.files import write_errors, write_text
 from lptune.base.text import size_text, wrapped
-from lptune.cli import new_config, planned_model, recipe
+from lptune.cli import catalog, planned_model, recipe
+from lptune.cli.places import PathArgument, check_new_config
 from lptune.config import RunConfig
 from lptune.hardware.devices import gpu_here, named_device
 
@@ -42,7 +46,9 @@ if TYPE_CHECKING:
     metavar="GB",
     help="What of the host's memory a rank may take. Without it, changes may take any.",
 )
-@new_config.option
+@click.option(
+    "--write", type=PathArgument(), metavar="FILE", help="Write the config, with what was chosen, to FILE."
+)
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def plan(
     config_name: str | None,
@@ -65,7 +71,10 @@ def plan(
         named_device(device_name)
     if host_memory is not None and not math.isfinite(host_memory):
         raise UserError(f"--host-memory: found {host_memory}; give a number of GB")
-    new_config.check(write)
+    if write is not None:
+        check_new_config(write, "--write: ")
+        if not write.parent.is_dir():
+            raise UserError(f"--write: {write.parent}: no such folder; make it")
     cfg, recipe_path, path, _ = loaded = planned_model.load("plan", config_name, arguments, device_name)
     if not isinstance(cfg, RunConfig):
         raise UserError(f"plan: {recipe_path.stem} does not train: there is no step to plan")
@@ -101,7 +110,7 @@ def plan(
     def save(changes: dict[str, Any], why: str) -> None:
         if write is not None:
             why = f"{config_name} for {on}, {why} (`lptune plan`)."
-            line = new_config.write(write, loaded, model_name, changes, why, world_size)
+            line = _write_config(write, loaded, model_name, changes, why, world_size)
             _echo(f"{write} is written; its run: {line}")
 
     if fits(found.peak_bytes, device) and found.host_bytes <= host_bytes:
@@ -129,6 +138,37 @@ def plan(
     elif same:
         larger = "--device" if host_memory is None else "--device or --host-memory"
         raise UserError(f"--write: nothing that was planned fits {on}; name more ranks or a larger {larger}")
+
+
+def _write_config(
+    file: Path,
+    loaded: planned_model.Loaded,
+    model_name: str,
+    changes: Mapping[str, Any],
+    why: str,
+    num_ranks: int,
+) -> str:
+    """Writes the config of `loaded`, with `changes` (dotted key -> value), to `file`, under `why` and the
+    model's name (planned_model.of_config) as a comment. Returns the line that runs it. Raises UserError as
+    `load_config` does; data.source alone may be missing, and is then in that line.
+    """
+    cfg, recipe_path, config, overrides = loaded
+    cls = type(cfg)
+    from lptune.config.load import changed_yaml, key_paths, read_values  # slow to import
+
+    is_own = recipe_path != catalog.recipes().get(recipe_path.stem)
+    words = ["lptune", "run", *(["--nproc-per-node", str(num_ranks)] if num_ranks > 1 else [])]
+    words += [str(recipe_path) if is_own else recipe_path.stem, "--config", str(file)]
+    assumed = ["data.source=builtin"] if "data.source" in key_paths(cls) else []
+    if assumed and "source" not in read_values(cls, config, overrides).get("data", {}):
+        words.append("data.source=rows.jsonl")
+    line = shlex.join(words)
+    text = changed_yaml(cls, config, overrides, changes, assumed)
+    heading = [*wrapped(why, 100), planned_model.note(model_name), "", f"  {line}"]
+    check_new_config(file, "--write: ")  # once more: the answer may have taken minutes
+    with write_errors(f"--write: {file}:", "choose another name"):
+        write_text(file, "".join(f"# {each}".rstrip() + "\n" for each in heading) + f"\n{text}", shared=True)
+    return line
 
 
 def _echo(text: str) -> None:

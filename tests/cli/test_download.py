@@ -112,9 +112,10 @@ class Hub(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(content)
 
-    def refuse(self, status: int, code: str) -> None:
+    def refuse(self, status: int, code: str, message: str = "") -> None:
         self.send_response(status)
         self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", message)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -183,6 +184,7 @@ NO_HUB = "does not answer as a hub does"
     [
         (LIST, _body(b"<html>please log in</html>"), NO_HUB),
         (LIST, lambda hub: hub.refuse(500, ""), "500 Internal Server Error"),
+        (LIST, lambda hub: hub.refuse(401, "", "Invalid credentials in Authorization header"), "does not accept the token"),
         (TREE, _body(b"{}"), "did not come from the hub as of 0123456789ab; download it again"),
         (WEIGHTS, lambda hub: hub.refuse(403, ""), "403: the token may not do this"),
         (WEIGHTS, lambda hub: hub.send(b"weights", commit="f" * 40), "did not come from the hub as of"),

@@ -1,12 +1,9 @@
-"""`lptune export` and `lptune verify` on what a run has left; the hub is a server on the loopback address."""
+"""`lptune export` and `lptune verify` on what a run has left."""
 
-import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -14,9 +11,8 @@ from safetensors import safe_open
 
 from lptune.checkpoint import RunState, manifest, read_state
 from lptune.checkpoint.files import remove_folder, sha256
-from tests.cli.conftest import Command, hub_environment, served
+from tests.cli.conftest import Command
 from tests.helpers import warm
-from tests.helpers.cold import Finished
 
 TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 
@@ -226,116 +222,3 @@ def test_verify_compares_a_download_with_the_hubs_sha256(run: Path, command: Com
     assert code == 2
     why = "differs from the file on the hub (another digest); remove it and download it again"
     assert err == f"error: {weights}: {why}\n"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload asks for."""
-
-    created: list[dict[str, object]]
-    files: dict[str, str]
-    """Name -> sha256 of what was uploaded."""
-
-    def do_GET(self) -> None:
-        if self.headers.get("Authorization") != "Bearer hf_good" and "read" not in str(self.headers):
-            return self.answer({"error": "unauthorized"}, 401)
-        if self.path.startswith("/api/models/"):  # there is such a repository
-            return self.answer({"id": "owner/name"})
-        return self.answer({"name": "owner", "type": "user", "auth": {}})
-
-    def do_POST(self) -> None:
-        import base64
-
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if "read" in self.headers["Authorization"]:
-            return self.answer({"error": "forbidden"}, 403)
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            return self.answer({"url": f"http://{self.headers['Host']}/owner/name"})
-        if self.path.endswith("/preupload/main"):
-            files = json.loads(body)["files"]
-            return self.answer(
-                {
-                    "files": [
-                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
-                    ]
-                }
-            )
-        if self.path.endswith("/commit/main"):
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    content = base64.b64decode(line["value"]["content"])
-                    self.files[line["value"]["path"]] = hashlib.sha256(content).hexdigest()
-            return self.answer(
-                {"commitUrl": f"http://{self.headers['Host']}/owner/name/commit/abc", "commitOid": "abc"}
-            )
-        return self.answer({"errors": [], "warnings": []})  # of the card's header
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def answer(self, value: object, status: int = 200) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment in which a server of this test is the hub."""
-    Hub.created, Hub.files = [], {}
-    with served(Hub) as endpoint:
-        yield hub_environment(endpoint, tmp_path)
-
-
-def _push(run: Path, folder: Path, environment: dict[str, str], *more: str) -> Finished:
-    arguments = ["export", str(run), "out", "--push-to-hub", "owner/name", *more]
-    return warm.lptune(arguments, folder=folder, environment=environment)
-
-
-def test_an_export_is_pushed_as_it_is(finished_run: Path, tmp_path: Path, hub: dict[str, str]) -> None:
-    done = _push(finished_run, tmp_path, hub | {"HF_TOKEN": "hf_good"}, "--private")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[1] == f"pushed: {hub['HF_ENDPOINT']}/owner/name/commit/abc"
-    (created,) = Hub.created
-    assert (created["organization"], created["name"]) == ("owner", "name")
-    # As newer and older clients say it.
-    assert created.get("visibility") == "private" or created.get("private") is True
-    assert Hub.files == _digests(finished_run / "export")
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({}, "there is no token; set HF_TOKEN or run `hf auth login`; nothing was written"),
-        (
-            {"HF_TOKEN": "hf_bad"},
-            "the hub does not accept the token; set another HF_TOKEN; nothing was written",
-        ),
-        ({"HF_TOKEN": "hf_good", "HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set; nothing was written"),
-        (
-            {"HF_TOKEN": "hf_good", "HF_ENDPOINT": "http://127.0.0.1:9"},
-            "http://127.0.0.1:9 does not answer as a hub does: ",
-        ),
-    ],
-)
-def test_a_hub_that_refuses_is_one_line_before_anything_is_written(
-    finished_run: Path, tmp_path: Path, hub: dict[str, str], environment: dict[str, str], message: str
-) -> None:
-    done = _push(finished_run, tmp_path, hub | environment)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("error: --push-to-hub owner/name: ")
-    assert message in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_token_that_may_not_write_leaves_the_export_and_says_how_to_send_it(
-    finished_run: Path, tmp_path: Path, hub: dict[str, str]
-) -> None:
-    done = _push(finished_run, tmp_path, hub | {"HF_TOKEN": "hf_read"})
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "the token may not do this" in done.stderr
-    assert "the export is in out, `hf upload owner/name out` sends it" in done.stderr
-    assert _digests(tmp_path / "out") == _digests(finished_run / "export")

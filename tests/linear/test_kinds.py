@@ -26,7 +26,6 @@ NAMED_IN = {
     "config/recipes.py",  # the two ways to store a teacher
     "plan/from_counts.py",  # the rates of a GPU that is not here, by kind
     "plan/traffic.py",  # the kinds whose bytes the model of a GPU knows
-    "tools/doctor/with_torch.py",  # the kinds that are recommended
     "training/first_loss.py",  # the kind that it recommends
     "tools/migrate/draft.py",
     "tools/migrate/trainer.py",  # what other trainers' settings are here

@@ -1,7 +1,6 @@
 """The answer to "which kind here?": timed on this device, or predicted for a GPU that is not here."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 import torch
@@ -14,16 +13,12 @@ from lptune.distributed import World
 from lptune.hardware.devices import Device
 from lptune.kernels import emulated_bfloat16
 from lptune.plan import from_counts
-from lptune.plan.dry_run import dry_run
 from lptune.tools.advise import from_times, measure, quality, report
-from lptune.tools.advise.from_times import Advice
-from lptune.tools.advise.report import Planned, Setting
+from lptune.tools.advise.report import Setting
 from lptune.training import PlannedStep
 
 SECONDS = {"cpu": 60.0, "cuda": 180.0}
 """By type of device. A GPU's kernels are also tuned."""
-MOST_PLANNING_S = 15.0
-"""After so many seconds of dry runs, only `none` and the chosen kind have one."""
 
 
 def timed(
@@ -31,18 +26,16 @@ def timed(
     step: PlannedStep,
     model_config: models.Facts,
     setting: Setting,
-    gpu: Device | None,
     kinds: tuple[str, ...],
     seconds: float | None,
     measures_quality: bool,
-) -> tuple[Advice, list[str]]:
-    """The advice and its report, from times that are taken here.
+) -> list[str]:
+    """The report of the advice, from times that are taken here.
 
-    step: what the recipe plans; a frozen model in it is left out. gpu: the one of this machine, None on a
-    CPU. kinds: those to compare with `none`; empty means all that run
-    natively. seconds: after them nothing new is timed; None: SECONDS. measures_quality: reads the model and
-    the data of `cfg`, for as many seconds again. Raises UserError for a kind that is not native here, and as
-    `measure` does.
+    step: what the recipe plans; a frozen model in it is left out. kinds: those to compare with `none`; empty
+    means all that run natively. seconds: after them nothing new is timed; None: SECONDS. measures_quality:
+    reads the model and the data of `cfg`, for as many seconds again. Raises UserError for a kind that is not
+    native here, and as `measure` does.
     """
     with distributed.session(cfg.device, ParallelConfig(), cfg.seed) as world:
         native = [kind for kind in linear.native_kinds(world.device) if kind != "none"]
@@ -66,23 +59,21 @@ def timed(
             ) from None
     candidates = from_times.predict(measured, setting.num_micro_batches, setting.num_ranks)
     advice = from_times.advise(candidates, setting.quality)
-    setting = _with_memory(cfg, step, model_config, setting, advice, gpu)
     emulated = [kind for kind in PRECISION_KINDS if kind != "none" and kind not in native]
     notes = emulated_bfloat16(cfg.compute_dtype, world.device)
-    return advice, report.timed_report(advice, measured, setting, emulated, notes)
+    return report.timed_report(advice, measured, setting, emulated, notes)
 
 
 def predicted_for(
     cfg: RunConfig,
-    step: PlannedStep,
     model_config: models.Facts,
     setting: Setting,
     device: Device,
     kinds: tuple[str, ...],
     seconds: float | None,
     measures_quality: bool,
-) -> tuple[Advice, list[str]]:
-    """The advice and its report for a GPU that is not here: predicted, not measured. The quality does not
+) -> list[str]:
+    """The report of the advice for a GPU that is not here: predicted, not measured. The quality does not
     depend on the GPU and can be measured here, as in `timed`. Raises UserError for a kind of which there is
     no prediction.
     """
@@ -124,8 +115,7 @@ def predicted_for(
             )
         )
     advice = from_times.advise(candidates, setting.quality)
-    setting = _with_memory(cfg, step, model_config, setting, advice, device)
-    return advice, report.predicted_report(advice, ranges, setting, device)
+    return report.predicted_report(advice, ranges, setting, device)
 
 
 def _together(kinds: Sequence[str]) -> str:
@@ -144,28 +134,3 @@ def _with_quality(
             "advise: --quality: the whole model and a row of data.seq_len tokens do not fit the memory here; "
             "lower data.seq_len, or measure on a machine with more"
         ) from None
-
-
-def _with_memory(
-    cfg: RunConfig,
-    step: PlannedStep,
-    model_config: models.Facts,
-    setting: Setting,
-    advice: Advice,
-    gpu: Device | None,
-) -> Setting:
-    """`setting` with the memory and the exchange of each candidate, by dry runs."""
-    if gpu is None:
-        cfg = dataclasses.replace(cfg, device="cpu")
-    started = time.monotonic()
-    found: dict[str, Planned] = {}
-    first = dict.fromkeys(["none", advice.chosen.kind])
-    for kind in dict.fromkeys([*first, *(each.kind for each in advice.candidates)]):
-        if kind not in first and time.monotonic() - started > MOST_PLANNING_S:
-            break
-        changed = dataclasses.replace(cfg, precision=measure.precision_of(cfg.precision, kind))
-        with progress.in_place(f"planning the memory of {kind} ..."):
-            planned = dry_run(changed, model_config, setting.num_ranks, gpu, step=step)
-        exchanged = sum(each.num_bytes * count for each, count in planned.collectives.items())
-        found[kind] = Planned(peak_bytes=planned.peak_bytes, exchanged_bytes=exchanged)
-    return dataclasses.replace(setting, planned=found, gpu=gpu)

@@ -4,15 +4,13 @@ On this machine the model's own linear layers are timed (measure.py). For a GPU 
 a prediction, and says so.
 """
 
-import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from lptune.base import progress
 from lptune.base.errors import UserError
-from lptune.cli import new_config, planned_model, preflight, recipe
+from lptune.cli import planned_model, preflight, recipe
 from lptune.config import (
     PRECISION_KINDS,
     RunConfig,
@@ -21,7 +19,6 @@ from lptune.config import (
 from lptune.hardware.devices import gpu_here, named_device
 
 if TYPE_CHECKING:
-    from lptune.tools.advise.from_times import Advice
     from lptune.training import PlannedStep
 
 
@@ -53,7 +50,6 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Read the model and the data, and measure the loss in each kind before any training.",
 )
-@new_config.option
 @click.argument("arguments", nargs=-1, metavar="[RECIPE] [key=value …]")
 def advise(
     config_name: str | None,
@@ -63,26 +59,22 @@ def advise(
     kinds: tuple[str, ...],
     seconds: float | None,
     measures_quality: bool,
-    write: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Which precision.kind is fastest for CONFIG here, and does low precision pay at all?
 
     Times the linear layers of the model in every kind that this device runs natively, and the rest of a
-    training step once; predicts a step of each kind. Reads no weights and no data without --quality, and
-    writes nothing but FILE. For a GPU that is not here (--device) it predicts from counted bytes and FLOPs.
+    training step once; predicts a step of each kind. Reads no weights and no data without --quality. For a
+    GPU that is not here (--device) it predicts from counted bytes and FLOPs.
     """
     kinds = tuple(dict.fromkeys(kinds))
     named = named_device(device_name) if device_name is not None else None
-    cfg, recipe_path, path, overrides = loaded = planned_model.load(
-        "advise", config_name, arguments, device_name
-    )
+    cfg, recipe_path, path, overrides = planned_model.load("advise", config_name, arguments, device_name)
     assert config_name is not None  # `load` refuses that
     if not isinstance(cfg, RunConfig):
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
     cfg.check_ranks(world_size)
     num_data_ranks = world_size // cfg.parallel.tensor
-    new_config.check(write)
     if measures_quality:
         if preset is not None:
             raise UserError("--quality: measures the model in model.path; leave --preset out")
@@ -94,7 +86,7 @@ def advise(
     with progress.in_place("loading torch ..."):
         step = recipe.planned_step(recipe_path, cfg)
         from lptune.tools.advise import answer
-        from lptune.tools.advise.report import Setting, source_text
+        from lptune.tools.advise.report import Setting
     if step is None:
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
     here = gpu_here() if cfg.device != "cpu" else None
@@ -106,20 +98,12 @@ def advise(
         num_micro_batches=cfg.global_batch_size // cfg.micro_batch_size // num_data_ranks,
         num_ranks=world_size,
     )
-    is_here = named is None or (here is not None and named.name == here.name)
-    if named is not None and not is_here:
-        advice, lines = answer.predicted_for(
-            cfg, step, model_config, setting, named, kinds, seconds, measures_quality
-        )
+    if named is not None and (here is None or named.name != here.name):
+        lines = answer.predicted_for(cfg, model_config, setting, named, kinds, seconds, measures_quality)
     else:
-        advice, lines = answer.timed(cfg, step, model_config, setting, here, kinds, seconds, measures_quality)
+        lines = answer.timed(cfg, step, model_config, setting, kinds, seconds, measures_quality)
     for line in [*lines, *_notes(cfg, step)]:
         click.echo(line)
-    if write is not None:
-        how = "timed on" if is_here else "predicted, not measured, for"
-        why = source_text(advice, setting, how)
-        new_config.write(write, loaded, model_name, _changes(cfg, advice), why)
-        click.echo(f"written: {write}")
 
 
 def _cpu_name() -> str:
@@ -141,15 +125,5 @@ def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
     names = [name for name, is_so in left_out.items() if is_so]
     lines = [f"not in these figures: {', '.join(names)}"] if names else []
     if cfg.optimizer.in_backward:
-        lines.append("optimizer.in_backward: in the memory; updates are timed as if after backward")
+        lines.append("optimizer.in_backward: updates are timed as if after backward")
     return lines
-
-
-def _changes(cfg: RunConfig, advice: "Advice") -> dict[str, object]:
-    """The keys of the written config that are not those of `cfg`, with their values."""
-    from lptune.tools.advise.measure import precision_of
-
-    given = dataclasses.asdict(cfg.precision)
-    new = dataclasses.asdict(precision_of(cfg.precision, advice.chosen.kind))
-    new["skip"] = (*new["skip"], *advice.chosen.skip)
-    return {f"precision.{name}": value for name, value in new.items() if value != given[name]}

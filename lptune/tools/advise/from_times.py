@@ -12,16 +12,13 @@ each updates its share. What they exchange is not in a prediction: it was not ti
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lptune.config import PRECISION_KINDS
-from lptune.tools.advise.measure import Group, Measured, Times, skip_patterns
+from lptune.tools.advise.measure import Group, Measured, Times
 from lptune.tools.advise.quality import PUBLISHED, Quality
 
 WORTH = 1.03
 """The least speed-up of a step for which a kind pays. Below it the noise of timing decides."""
 SAME = 0.95
 """A kind that reaches this share of the best speed-up counts as fast, and quality decides."""
-_SLOW = 0.97
-"""A group whose speed is below this share of that in `none` loses by low precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +33,6 @@ class Candidate:
     """Of all linear layers that the kind converts, with their update."""
     by_group: dict[str, float] | None = None
     """Label of a group -> speed-up of its forward and backward; the groups that were timed."""
-    skip: tuple[str, ...] = ()
-    """Patterns for precision.skip: layers that are slower in this kind. Empty if leaving them out does not
-    pay."""
-    skipping_speedup: float | None = None
-    """Of a step with `skip`."""
-
-    @property
-    def best_speedup(self) -> float:
-        """With `skip`, if there is one."""
-        return self.skipping_speedup or self.speedup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,30 +65,19 @@ def predict(measured: Measured, num_micro_batches: int, num_ranks: int = 1) -> l
         if not any(each == kind for _, each in measured.pairs):
             continue
         low = {group: _low(measured, group, kind, base) for group in measured.groups}
-        gains = {group: cost(group, base[group]) - cost(group, low[group]) for group in measured.groups}
-        step_s = none_s - sum(gains.values())
-        lost = [
-            group
-            for group in measured.groups
-            if (group, kind) in measured.pairs
-            and cost(group, base[group]) < _SLOW * cost(group, low[group])
-            and not PRECISION_KINDS[kind].stores_low  # it is taken for memory, not for speed
-        ]
-        skipping_s = step_s + sum(gains[group] for group in lost)
-        pays = lost and len(lost) < len(measured.groups) and step_s / skipping_s > 1.01
+        low_s = sum(cost(group, low[group]) for group in measured.groups)
+        step_s = none_s - linear_s + low_s
         candidates.append(
             Candidate(
                 kind=kind,
                 step_s=step_s,
                 speedup=none_s / step_s,
-                linear_speedup=linear_s / sum(cost(group, low[group]) for group in measured.groups),
+                linear_speedup=linear_s / low_s,
                 by_group={
                     group.label: pair.none.pass_s / pair.low.pass_s
                     for group in measured.groups
                     if (pair := measured.pairs.get((group, kind))) is not None
                 },
-                skip=skip_patterns(lost, [g for g in measured.groups if g not in lost]) if pays else (),
-                skipping_speedup=none_s / skipping_s if pays else None,
             )
         )
     return sorted(candidates, key=lambda each: each.step_s)
@@ -140,21 +116,21 @@ def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Adv
     """
     ranked = sorted(candidates, key=lambda each: each.step_s)
     (none,) = [each for each in ranked if each.kind == "none"]
-    low = sorted((each for each in ranked if each.kind != "none"), key=lambda each: -each.best_speedup)
+    low = sorted((each for each in ranked if each.kind != "none"), key=lambda each: -each.speedup)
     if not low:
         return Advice(candidates=tuple(ranked), chosen=none, reason="no other kind runs natively here")
     losses = quality.differences
 
     def about(each: Candidate) -> str:
-        return f"{each.kind}, has {each.best_speedup:.2f}x of its speed and a loss of {losses[each.kind]}"
+        return f"{each.kind}, has {each.speedup:.2f}x of its speed and a loss of {losses[each.kind]}"
 
     fastest, within = low[0], [each for each in low if quality.allows(each.kind)]
-    if fastest.best_speedup < WORTH or not within or within[0].best_speedup < WORTH:
+    if fastest.speedup < WORTH or not within or within[0].speedup < WORTH:
         reason = f"the best other kind, {about(within[0] if within else fastest)}"
         return Advice(candidates=tuple(ranked), chosen=none, reason=reason)
-    as_fast = [each for each in within if each.best_speedup >= max(WORTH, SAME * within[0].best_speedup)]
-    chosen = min(as_fast, key=lambda each: (abs(losses[each.kind].difference), -each.best_speedup))
-    reason = f"{chosen.best_speedup:.2f}x as fast as none"
+    as_fast = [each for each in within if each.speedup >= max(WORTH, SAME * within[0].speedup)]
+    chosen = min(as_fast, key=lambda each: (abs(losses[each.kind].difference), -each.speedup))
+    reason = f"{chosen.speedup:.2f}x as fast as none"
     if chosen is not fastest:
         reason += f"; the fastest, {about(fastest)}"
     return Advice(candidates=tuple(ranked), chosen=chosen, reason=reason)

@@ -18,9 +18,8 @@ are timed once and counted.
 
 import dataclasses
 import math
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,11 +79,6 @@ class Group:
         counts = {size: sizes.count(size) for size in sizes}
         return "+".join(f"{count}x{size}" if count > 1 else f"{size}" for size, count in counts.items())
 
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """The full names of all its layers."""
-        return tuple(f"{module}.{shape.name}" for module in self.modules for shape in self.shapes)
-
 
 def groups_of(model: nn.Module, plan: linear.Plan) -> list[Group]:
     """The groups of the layers that `plan` converted, those with the most FLOPs in a model first.
@@ -101,23 +95,6 @@ def groups_of(model: nn.Module, plan: linear.Plan) -> list[Group]:
             found.setdefault(shapes, []).append(name)
     groups = [Group(shapes, tuple(modules)) for shapes, modules in found.items()]
     return sorted(groups, key=lambda group: -group.num_weights * group.count)
-
-
-def skip_patterns(slow: Iterable[Group], others: Iterable[Group]) -> tuple[str, ...]:
-    """Patterns for `precision.skip` that match the layers of `slow` and none of `others`.
-
-    A layer name without its module (`k_proj`), or with the number of the block where only some blocks have
-    this shape.
-    """
-    slow = list(slow)
-    taken = {name for group in others for name in group.layer_names}
-    leaves_taken = {name.rpartition(".")[2] for name in taken}
-    found: dict[str, None] = {}
-    for group in slow:
-        for name in group.layer_names:
-            leaf = name.rpartition(".")[2]
-            found[leaf if leaf not in leaves_taken else re.sub(r"^model\.", "", name)] = None
-    return tuple(found)
 
 
 def _shape(name: str, module: nn.Linear) -> Shape:

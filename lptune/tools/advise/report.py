@@ -1,12 +1,11 @@
 """The advice as text, at most 80 columns wide."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lptune.base.text import duration_text, size_text, table, with_addresses, wrapped
+from lptune.base.text import duration_text, table, with_addresses, wrapped
 from lptune.config import PRECISION_KINDS
 from lptune.hardware.devices import Device
-from lptune.plan.fit import fits
 from lptune.plan.from_counts import predictable
 from lptune.tools.advise.from_times import WORTH, Advice, parts_of
 from lptune.tools.advise.measure import Group, Measured
@@ -16,15 +15,7 @@ _PER_TABLE = 4
 """Groups beside each other."""
 _WORST_LAYERS = 8
 """Layers with large errors that are named."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What a dry run says of a kind, for one rank."""
-
-    peak_bytes: int
-    exchanged_bytes: int
-    """Of all collectives of a step."""
+_NOT_HERE = "memory, and the exchange between ranks, which takes time beside this: lptune plan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +30,6 @@ class Setting:
     num_micro_batches: int
     """Per rank and step."""
     num_ranks: int
-    planned: dict[str, Planned] = field(default_factory=dict)
-    """By kind; may miss some."""
-    gpu: Device | None = None
-    """The planned GPU; None on a CPU."""
     quality: Quality = PUBLISHED
 
 
@@ -74,8 +61,7 @@ def timed_report(
             f"{', '.join(emulated)}",
             2,
         )
-    lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
-    lines += [*_exchange(setting), "", *_verdict(advice, setting)]
+    lines += [*_wrapped(_NOT_HERE), "", *_verdict(advice, setting)]
     return [*lines, *(line for note in notes for line in _wrapped(f"note: {note}", 2))]
 
 
@@ -98,17 +84,7 @@ def predicted_report(
     left = [kind for kind in PRECISION_KINDS if kind not in known]
     lines += _wrapped(f"no prediction for {', '.join(left)}", 2)
     lines += _quality(advice, setting)
-    lines += _wrapped("memory: the peak of a rank by dry run, as lptune plan has it; -: not planned")
-    return [*lines, *_exchange(setting), "", *_verdict(advice, setting)]
-
-
-def source_text(advice: Advice, setting: Setting, how: str) -> str:
-    """What a written config was chosen from, for its comment."""
-    with_quality = " --quality" if setting.quality.is_measured else ""
-    return (
-        f"{advice.chosen.kind}: {advice.reason}; {how} {setting.device}, {setting.tokens:,} tokens in a "
-        f"micro-batch, by `lptune advise --config {setting.config}{with_quality}`."
-    )
+    return [*lines, *_wrapped(_NOT_HERE), "", *_verdict(advice, setting)]
 
 
 def _heading(setting: Setting) -> list[str]:
@@ -122,9 +98,8 @@ def _heading(setting: Setting) -> list[str]:
 
 
 def _ranking(advice: Advice, setting: Setting, what: str) -> list[str]:
-    rows = [("kind", what, "speed", "linear", "memory", "loss at step 0")]
+    rows = [("kind", what, "speed", "linear", "loss at step 0")]
     for each in advice.candidates:
-        planned = setting.planned.get(each.kind)
         found = setting.quality.differences.get(each.kind)
         rows.append(
             (
@@ -132,7 +107,6 @@ def _ranking(advice: Advice, setting: Setting, what: str) -> list[str]:
                 _seconds(each.step_s),
                 f"{each.speedup:.2f}x",
                 f"{each.linear_speedup:.2f}x" if each.linear_speedup else "",
-                size_text(planned.peak_bytes) if planned else "-",
                 "reference" if found is None else str(found),
             )
         )
@@ -186,34 +160,12 @@ def _quality(advice: Advice, setting: Setting) -> list[str]:
     return [*lines, *([f"    and {len(bad) - _WORST_LAYERS} more"] if bad[_WORST_LAYERS:] else [])]
 
 
-def _exchange(setting: Setting) -> list[str]:
-    if setting.num_ranks == 1:
-        return []
-    each = ", ".join(f"{kind} {size_text(plan.exchanged_bytes)}" for kind, plan in setting.planned.items())
-    more = f" (buffers of a step: {each})" if each else ""
-    return _wrapped(f"the exchange between ranks is not in these times{more}", 2)
-
-
 def _verdict(advice: Advice, setting: Setting) -> list[str]:
     chosen = advice.chosen
     if not advice.pays:
         lines = _wrapped(f"advice: precision.kind=none: {advice.reason} ({_pays(setting)})")
     else:
         lines = _wrapped(f"advice: precision.kind={chosen.kind}, {advice.reason}")
-    if chosen.skip:
-        lines += _wrapped(
-            f"leave {', '.join(chosen.skip)} in high precision (precision.skip): slower in {chosen.kind}; "
-            f"{chosen.speedup:.2f}x becomes {chosen.skipping_speedup:.2f}x",
-            2,
-        )
-    planned = setting.planned.get(chosen.kind)
-    if planned and setting.gpu and not fits(planned.peak_bytes, setting.gpu):
-        lines += _wrapped(
-            f"it does not fit {setting.device}: the peak is {size_text(planned.peak_bytes)}. For changes "
-            f"that make it fit: lptune plan --config {setting.config} "
-            f"--device {setting.gpu.key or setting.device} precision.kind={chosen.kind}",
-            2,
-        )
     return lines
 
 

@@ -2,7 +2,7 @@
 
     line.py        Line, one finding, and `examined`, which turns a failing probe into a finding
     host.py        processor, memory, disks, versions, compiler, caches, environment: no torch
-    with_torch.py  GPUs, kinds and their speed, collectives, torch.compile: in a child process
+    with_torch.py  GPUs, kinds, collectives, torch.compile: in a child process
     child.py       that process, and its reader
 
 Each probe is a function without side effects on the machine that yields Lines. What a probe raises is one of

@@ -21,21 +21,17 @@ TIMEOUT_S = 120
 """After this time the child is ended: a driver that hangs does not end by itself."""
 
 
-def lines(
-    *, measure: bool, timeout_s: float = TIMEOUT_S, command: Sequence[str] | None = None
-) -> Iterator[Line]:
+def lines(*, timeout_s: float = TIMEOUT_S, command: Sequence[str] | None = None) -> Iterator[Line]:
     """The findings of the child, when it has ended; the last one says how, if it ended early.
 
-    measure: time GEMMs. timeout_s: for all probes together. command: another program, for tests.
+    timeout_s: for all probes together. command: another program, for tests.
     """
-    own = [sys.executable, "-m", "lptune.tools.doctor.child", *(["--measure"] if measure else [])]
-    # Kernels without tuning: the first call of a tuned one takes ten seconds.
-    environment = os.environ | {"LPTUNE_AUTOTUNE": os.environ.get("LPTUNE_AUTOTUNE", "0")}
+    own = [sys.executable, "-m", "lptune.tools.doctor.child"]
     # A file, not a pipe, for what a process of the compiler may hold longer than the child lives.
     with tempfile.TemporaryFile() as file:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": file}
         try:
-            ended = subprocess.run(command or own, env=environment, timeout=timeout_s, check=False, **streams)
+            ended = subprocess.run(command or own, timeout=timeout_s, check=False, **streams)
             out, code = ended.stdout, ended.returncode
             how = f"the process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
         except subprocess.TimeoutExpired as error:
@@ -69,7 +65,7 @@ def main() -> None:
 
     from lptune.tools.doctor import with_torch
 
-    for section, probe in with_torch.probes(measure="--measure" in sys.argv):
+    for section, probe in with_torch.probes():
         say(begin=probe.__name__)
         for line in examined(section, [probe]):
             say(line=list(line))

@@ -1,4 +1,4 @@
-"""Look at this machine, and recommend a kind.
+"""Look at this machine: what runs on it, and what is wrong.
 
 Its answer is text, so it exits with 0 whatever it finds; `--strict` makes it 2 if there is a problem, for
 scripts. (1 always means a bug of lptune.)
@@ -16,15 +16,14 @@ from lptune.base.text import columns, text_width, wrapped
 
 
 @click.command()
-@click.option("--no-measure", is_flag=True, help="Do not time GEMMs (two seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for a bug report.")
 @click.option("--strict", is_flag=True, help="Exit with 2 if there is a problem.")
 @click.pass_context
-def doctor(context: click.Context, no_measure: bool, as_json: bool, strict: bool) -> None:
-    """Look at this machine: GPUs, kinds of precision and their speed, compiler, memory, disks, versions.
+def doctor(context: click.Context, as_json: bool, strict: bool) -> None:
+    """Look at this machine: GPUs, kinds of precision, compiler, memory, disks, versions.
 
-    Each line is ok, a note (it works, but there is something to know) or a problem, with what to do. The end
-    names a kind of precision to begin with. Changes nothing but a cache of compiled code; prints no secrets.
+    Each line is ok, a note (it works, but there is something to know) or a problem, with what to do. Changes
+    nothing but a cache of compiled code; prints no secrets.
     """
     from lptune.tools.doctor import child
     from lptune.tools.doctor.line import PROBLEM, Line
@@ -33,9 +32,9 @@ def doctor(context: click.Context, no_measure: bool, as_json: bool, strict: bool
     begin, section = time.monotonic(), ""
     if not as_json:
         click.echo(f"lptune {__version__} doctor; the lines of torch's probes come together, in some 15 s")
-    for line in _lines(child.lines(measure=not no_measure)):
+    for line in _lines(child.lines()):
         found.append(line)
-        if as_json or line.section == "recommendation":
+        if as_json:
             continue
         if line.section != section:
             section = line.section
@@ -73,23 +72,17 @@ def line_text(line: Any, width: int) -> Iterator[str]:
 
 
 def _end(found: list[Any], duration_s: float, width: int) -> Iterator[str]:
-    """Counts, and the recommendation."""
+    """Counts, and the command that tells which kind pays."""
     counts = {status: sum(line.status == status for line in found) for status in ("problem", "note")}
     texts = [f"{number} {status}{'s' * (number != 1)}" for status, number in counts.items()]
     yield f"\n{' and '.join(texts)} in {duration_s:.0f} s"
-    for line in found:
-        if line.section == "recommendation":
-            yield ""
-            yield from wrapped(f"recommended: precision.kind={line.name}. {line.text}.", width)
-            yield from wrapped("`lptune advise --config CONFIG` times the layers of a model.", width)
+    yield from wrapped("`lptune advise --config CONFIG` tells which kind pays for a model.", width)
 
 
 def _document(found: list[Any], duration_s: float) -> dict[str, Any]:
-    kind = next((line for line in found if line.section == "recommendation"), None)
     return {
         "lptune": __version__,
         "duration_s": round(duration_s, 1),
         "num_problems": sum(line.status == "problem" for line in found),
-        "recommendation": {"kind": kind.name, "reason": kind.text} if kind else None,
-        "lines": [line._asdict() for line in found if line.section != "recommendation"],
+        "lines": [line._asdict() for line in found],
     }

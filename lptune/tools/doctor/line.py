@@ -13,7 +13,7 @@ class Line(NamedTuple):
     """One finding of a probe, which becomes a line of the report."""
 
     section: str
-    """The heading under which it is printed; `recommendation` stands at the end."""
+    """The heading under which it is printed."""
     name: str
     status: str
     """ok, note (a run works, but slower, or there is something to know) or problem (a run would fail)."""

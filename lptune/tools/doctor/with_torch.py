@@ -1,181 +1,35 @@
 """Probes that import torch: GPUs, GEMMs, kinds, collectives, torch.compile. They run in a child process.
 
-Which kind to begin with: an 8-bit GEMM saves arithmetic, and quantizing its operands costs memory traffic,
-so a kind pays if its GEMM is clearly faster than that of bfloat16. What counts at last is the model's own
-layers, which `lptune advise` times.
+Which kind pays is no question of the machine alone: what decides are the model's layers and what 8 bits cost
+its loss, which `lptune advise` measures.
 """
 
-import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from lptune.base.text import printable, size_text
 from lptune.config import PRECISION_KINDS
 from lptune.hardware.devices import FLOAT8_CAPABILITY, known_device
 from lptune.tools.doctor.line import NOTE, OK, PROBLEM, Line, Probe
 
-FASTER = 1.3
-"""An 8-bit GEMM must be this many times as fast as the fastest one in high precision. Quantizers take
-about 15 % of the time of the 8-bit layers that they feed (docs/gpu.md, predicted for 3B), and a part of a
-step has no 8-bit GEMM at all."""
-_FORMATS = {"int8": "int8", "e4m3": "float8"}
 _BACKENDS = {"triton": "lptune's Triton kernels", "float32": "exact float32 GEMMs"}
-
-
-class Speed(NamedTuple):
-    """The speed of a GEMM on this device."""
-
-    flops: float
-    """FLOP/s (INT8: operations/s)."""
-    is_measured: bool
-    """Measured here; False: the published peak of the device."""
-
-    def __str__(self) -> str:
-        tera = self.flops / 1e12
-        num_digits = 2 if tera < 1 else 1 if tera < 10 else 0
-        return f"{tera:,.{num_digits}f} TFLOP/s {'measured' if self.is_measured else 'published'}"
-
-
-class Support(NamedTuple):
-    """How a kind runs on a device."""
-
-    kind: str
-    how: str
-    """native | emulated (by itself) | absent (only with precision.emulate=true) | compute (no 8-bit GEMM)."""
-    fmt: str
-    """int8 | e4m3: format of x and W."""
-    backend: str
-    """What runs its GEMM: triton, torch, native, …; or the reason why nothing does."""
-
-
-def support(kind: str, device_type: str) -> Support:
-    """How `kind` runs on the device of this process. Raises UserError for variables that are wrong."""
-    from lptune.kernels import backend_text, choose_backend
-    from lptune.linear.kind import KINDS
-
-    entry = KINDS[kind]
-    if not entry.operations:
-        return Support(kind, "compute", entry.fmt, "")
-    backend = choose_backend(entry.operations[0], device_type)
-    if backend != "reference":
-        return Support(kind, "native", entry.fmt, backend_text(entry.operations[0], device_type))
-    return Support(kind, "emulated" if entry.emulated_where_missing else "absent", entry.fmt, backend)
-
-
-def kind_lines(supports: Mapping[str, Support], speeds: Mapping[str, Speed]) -> Iterator[Line]:
-    """A line for each kind, and one for all that do not run here. speeds: of GEMMs in `bf16`, `int8` and
-    `e4m3`, as far as known.
-    """
-    high, wide = speeds.get("bf16"), speeds.get("float32")
-    text = f"bf16 everywhere; GEMMs {high}" if high else "bf16 everywhere"
-    if high and wide and wide.flops >= FASTER * high.flops:
-        text += f", float32's {wide}, {wide.flops / high.flops:.1f}x bf16"
-        yield Line("kinds", "none", NOTE, text, "set compute_dtype=float32 on this CPU")
-    else:
-        yield Line("kinds", "none", OK, text)
-    absent = []
-    for kind, found in supports.items():
-        if found.how == "compute":
-            what = "weights stored in INT8, GEMMs in the compute dtype; saves memory, not time"
-            if PRECISION_KINDS[kind].for_servers:
-                what = "weights rounded to 4 bits for INT4 servers, GEMMs in the compute dtype"
-            text = f"runs anywhere: {what}"
-            yield Line("kinds", kind, OK, text)
-        elif found.how == "native":
-            speed = speeds.get(found.fmt)
-            ratio = f", {speed.flops / high.flops:.1f}x bf16" if speed and high else ""
-            ratio += f", {speed.flops / wide.flops:.1f}x float32" if speed and wide else ""
-            rate = f"; {_FORMATS[found.fmt]} GEMMs {speed}{ratio}" if speed else ""
-            yield Line("kinds", kind, OK, f"native, by {_backend(found.backend)}{rate}")
-        elif found.how == "emulated":
-            yield Line("kinds", kind, OK, "emulated in wider arithmetic: the same numbers, slower than bf16")
-        else:
-            absent.append(kind)
-    if absent:
-        todo = "precision.emulate=true runs them, slowly"
-        yield Line("kinds", "others", NOTE, f"no 8-bit GEMM here for {', '.join(absent)}", todo)
-
-
-def _backend(name: str) -> str:
-    return _BACKENDS.get(name, name.replace("native", "lptune's C++"))
-
-
-def recommended(supports: Mapping[str, Support], speeds: Mapping[str, Speed], device: str) -> tuple[str, str]:
-    """(kind, reason): the kind to begin with on this device.
-
-    Of the formats with a GEMM that is FASTER times as fast as bfloat16 (on a CPU: or float32, whichever is
-    faster), the fastest; INT8 where float8 is not 5 % faster, since its scales of rows and columns are the
-    finest at full rate. supports: of all kinds.
-    """
-    highs = {fmt: speeds[fmt] for fmt in ("bf16", "float32") if fmt in speeds}
-    fastest = max(highs, key=lambda fmt: highs[fmt].flops, default="bf16")
-    high, found = highs.get(fastest), {}
-    for kind, fmt in (("int8_rowcol", "int8"), ("float8_tensorwise", "e4m3")):
-        if kind in supports and supports[kind].how == "native":
-            speed = speeds.get(fmt)
-            known = speed is not None and high is not None and not math.isnan(speed.flops / high.flops)
-            found[kind] = speed.flops / high.flops if known and speed and high else None
-    if not found:
-        return "none", f"{device} has no 8-bit GEMM that lptune uses, so {fastest} is fastest"
-    ratios = {kind: ratio for kind, ratio in found.items() if ratio is not None}
-    if not ratios:
-        return next(iter(found)), f"its GEMM is native on {device}; how fast it is, is not known"
-    best = max(ratios, key=lambda kind: ratios[kind] * (1.05 if kind == "int8_rowcol" else 1))
-    fmt = "int8" if best == "int8_rowcol" else "e4m3"
-    how = "measured" if speeds[fmt].is_measured else "published"
-    rate = f"{_FORMATS[fmt]} GEMMs are {ratios[best]:.1f}x as fast as {fastest} on {device} ({how})"
-    if ratios[best] < FASTER:
-        return "none", f"{rate}, too little to pay for quantizing"
-    return best, rate
-
-
-def all_kinds() -> list[str]:
-    """The kinds other than `none`."""
-    return [kind for kind in PRECISION_KINDS if kind != "none"]
-
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 and with lptune's kernels
 _MEASURED_S = 1.0
-"""Duration of the measurement of all GEMMs."""
+"""Duration of the measurement of a GEMM."""
 
 
-def probes(*, measure: bool) -> list[tuple[str, Probe]]:
+def probes() -> list[tuple[str, Probe]]:
     """(section, probe), in the order in which they run; what may end the process comes last."""
-    speeds: dict[str, Speed] = {}
-    supports: dict[str, Support] = {}
-
-    def published_speeds() -> Iterator[Line]:
-        speeds.update(published())
-        yield from ()
-
-    def measured_speeds() -> Iterator[Line]:
-        # Kernels for GPUs are tuned at the first step of a run, which takes long. Without tuning, a GEMM in 8
-        # bits would look slower than it is. So the published peaks stay, and bf16 shows the GPU's health.
-        if (peak := speeds.get("bf16")) is not None:
-            yield health(measured(formats=("bf16",))["bf16"], peak)
-        else:
-            speeds.update(measured())
-
-    def kinds() -> Iterator[Line]:
-        supports.update({kind: support(kind, device_type()) for kind in all_kinds()})
-        yield from kind_lines(supports, speeds)
-        kind, reason = recommended(supports, speeds, device_name())
-        yield Line("recommendation", kind, OK, reason)
-
-    measuring = [("kinds", measured_speeds)] if measure else []
     return [
         ("GPUs", gpus),
         ("GPUs", topology),
+        ("GPUs", speed),
         ("kinds", native_library),
-        ("kinds", published_speeds),
-        *measuring,
         ("kinds", kinds),
         ("collectives", nccl),
         ("collectives", gloo),
@@ -188,13 +42,6 @@ def device_type() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def device_name() -> str:
-    """Name of the device where `device: auto` runs."""
-    import torch
-
-    return torch.cuda.get_device_name(0) if device_type() == "cuda" else "this CPU"
 
 
 def gpus() -> Iterator[Line]:
@@ -295,64 +142,67 @@ def native_library() -> Iterator[Line]:
         yield Line("kinds", "lptune's C++", OK, f"built, {gemm}")
 
 
-def published() -> dict[str, Speed]:
-    """Published dense peaks of the first GPU; empty for others and for a CPU."""
-    known = known_device(device_name()) if device_type() == "cuda" else None
-    peaks = {fmt: known.peak(fmt) for fmt in ("bf16", "int8", "e4m3")} if known else {}
-    return {fmt: Speed(peak, is_measured=False) for fmt, peak in peaks.items() if peak is not None}
-
-
-def health(speed: Speed, peak: Speed) -> Line:
-    """Whether bf16 GEMMs are about as fast as this device allows. Less than 40 % of the peak is a note: with
-    large matrices a GPU that is neither throttled nor shared should have more (docs/gpu.md assumes 71 %).
+def kinds() -> Iterator[Line]:
+    """A line for each kind, and one for all that do not run here. Raises UserError for variables that are
+    wrong.
     """
-    share = speed.flops / peak.flops
-    text = f"{speed}, {share:.0%} of the published peak"
+    import torch
+
+    from lptune.kernels import backend_text, choose_backend, emulated_bfloat16
+    from lptune.linear import KINDS
+
+    where = device_type()
+    slow = emulated_bfloat16("bfloat16", torch.device(where))
+    yield Line("kinds", "none", NOTE if slow else OK, "; ".join(["bf16 everywhere", *slow]))
+    absent = []
+    for name, kind in KINDS.items():
+        if not kind.operations:
+            what = "weights stored in INT8, GEMMs in the compute dtype; saves memory, not time"
+            if PRECISION_KINDS[name].for_servers:
+                what = "weights rounded to 4 bits for INT4 servers, GEMMs in the compute dtype"
+            yield Line("kinds", name, OK, f"runs anywhere: {what}")
+        elif choose_backend(kind.operations[0], where) != "reference":
+            backend = backend_text(kind.operations[0], where)
+            by = _BACKENDS.get(backend, backend.replace("native", "lptune's C++"))
+            yield Line("kinds", name, OK, f"native, by {by}")
+        elif kind.emulated_where_missing:
+            yield Line("kinds", name, OK, "emulated in wider arithmetic: the same numbers, slower than bf16")
+        else:
+            absent.append(name)
+    if absent:
+        todo = "precision.emulate=true runs them, slowly"
+        yield Line("kinds", "others", NOTE, f"no 8-bit GEMM here for {', '.join(absent)}", todo)
+
+
+def speed() -> Iterator[Line]:
+    """Whether bf16 GEMMs are about as fast as the first GPU allows, where its peak is published. Less than
+    40 % of that is a note: with large matrices a GPU that is neither throttled nor shared should have more
+    (docs/gpu.md assumes 71 %).
+    """
+    import torch
+
+    known = known_device(torch.cuda.get_device_name(0)) if device_type() == "cuda" else None
+    if known is None:
+        return
+    flops = _bf16_flops()
+    share = flops / known.bf16
+    text = f"{flops / 1e12:,.0f} TFLOP/s, {share:.0%} of the published peak"
     todo = "see nvidia-smi -q -d PERFORMANCE: clocks, power, temperature, other programs"
-    return Line("kinds", "bf16 GEMM", OK if share >= 0.4 else NOTE, text, "" if share >= 0.4 else todo)
+    yield Line("GPUs", "bf16 GEMM", OK if share >= 0.4 else NOTE, text, "" if share >= 0.4 else todo)
 
 
-def measured(formats: Sequence[str] = ("bf16", "float32", "int8", "e4m3")) -> dict[str, Speed]:
-    """FLOP/s of one GEMM in each of the formats that the device has, with the kernels of a run.
-
-    The formats take turns, and the fastest call of each counts: another program on the machine slows down
-    single calls.
-    """
+def _bf16_flops() -> float:
+    """FLOP/s of a GEMM on the first GPU. The fastest call counts: other programs slow down single calls."""
     import torch
 
-    from lptune.kernels import choose_backend, layer_handle, scaled_mm
-
-    device = torch.device(device_type())
-    tokens, width = (4096, 4096) if device.type == "cuda" else (512, 2048)
-    x = torch.randn(tokens, width, device=device).bfloat16()
-    w = torch.randn(width, width, device=device).bfloat16()
-    scales = torch.ones(tokens, 1, device=device), torch.ones(1, width, device=device)
-    gemms: dict[str, Callable[[], object]] = {"bf16": lambda: x @ w.t()}
-    if "float32" in formats and device.type == "cpu":  # faster than bfloat16 that is emulated
-        wide_x, wide_w = x.float(), w.float()
-        gemms["float32"] = lambda: wide_x @ wide_w.t()
-    low = {"int8": ("int8_gemm", torch.int8), "e4m3": ("float8_gemm", torch.float8_e4m3fn)}
-    for fmt, (operation, dtype) in low.items():
-        if fmt in formats and choose_backend(operation, device.type) != "reference":
-            operands = (x * 8).to(dtype), (w * 8).to(dtype).t(), *scales
-            gemms[fmt] = partial(scaled_mm, *operands, torch.bfloat16, layer_handle(-1), 0)
-    durations = {fmt: [_duration(gemm) for _ in range(2)] for fmt, gemm in gemms.items()}  # warm
-    end = time.perf_counter() + _MEASURED_S
-    while time.perf_counter() < end:
-        for fmt, gemm in gemms.items():
-            durations[fmt].append(_duration(gemm))
-    num_flops = 2 * tokens * width * width
-    return {fmt: Speed(num_flops / min(each), is_measured=True) for fmt, each in durations.items()}
-
-
-def _duration(gemm: Callable[[], object]) -> float:
-    import torch
-
-    begin = time.perf_counter()
-    gemm()
-    if torch.cuda.is_available():
+    x = torch.randn(4096, 4096, device="cuda").bfloat16()
+    durations, end = list[float](), time.perf_counter() + _MEASURED_S
+    while len(durations) < 3 or time.perf_counter() < end:
+        begin = time.perf_counter()
+        x @ x
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+        durations.append(time.perf_counter() - begin)
+    return 2 * 4096**3 / min(durations)
 
 
 def nccl() -> Iterator[Line]:

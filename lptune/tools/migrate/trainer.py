@@ -299,7 +299,7 @@ def _project(draft: Draft, key: str, value: Any) -> None:
 _LAUNCH = drop(NOT_NEEDED, "FSDP2 shards the model; ranks are a flag of `lptune run`")
 _LOGS = drop(NOT_NEEDED, "every step is in metrics.jsonl")
 _LOADER = drop(NOT_NEEDED, "rows are prepared once, before the first step, and always shuffled")
-_HUB = if_on(NOT_OFFERED, "`lptune export RUN FOLDER --push-to-hub OWNER/NAME` sends it")
+_HUB = if_on(NOT_OFFERED, "`hf upload OWNER/NAME RUN/export` sends it")
 _KERNEL = drop(NOT_NEEDED, "compilation and the kernels here do this")
 _BEST = if_on(BY_DESIGN, "checkpoint.keep_best keeps the best by eval_loss")
 _MODE = if_on(NOT_NEEDED, "a run trains, and evaluates every eval_every_steps")

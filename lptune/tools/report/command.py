@@ -1,7 +1,6 @@
 """Draw runs in one HTML file."""
 
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +10,16 @@ import click
 from lptune.base.errors import UserError
 from lptune.base.files import kind_of, write_errors, write_text
 from lptune.base.text import printable
-from lptune.cli import interrupts
 from lptune.cli.places import PathArgument
 
 if TYPE_CHECKING:
     from lptune.tools.report.run import Run
 
-REFRESH_S = 5
 _MAX_RUNS = 50
 
 
 @click.command()
 @click.argument("runs", nargs=-1, type=PathArgument(), metavar="RUN...")
-@click.option("--live", is_flag=True, help=f"Write it again every {REFRESH_S} s while a run goes on.")
 @click.option("--open", "opens", is_flag=True, help="Show it in the browser.")
 @click.option(
     "--output",
@@ -42,7 +38,6 @@ _MAX_RUNS = 50
 )
 def report(
     runs: tuple[Path, ...],
-    live: bool,
     opens: bool,
     output: Path | None,
     reference: Path | None,
@@ -52,7 +47,7 @@ def report(
 
     RUN may also be a folder of runs, such as that of a sweep. Several runs are laid over each other and
     sorted by their final held-out loss. A run may be going on. The page fetches nothing, so the file can be
-    sent and kept. --live ends when no run goes on, or at Ctrl-C.
+    sent and kept.
     """
     folders, base = _folders([each for run in runs for each in _runs_of(run)], reference)
     home = folders[0] if len(folders) == 1 else runs[0] if len(runs) == 1 and reference is None else Path()
@@ -61,7 +56,7 @@ def report(
         raise UserError(f"--output: {path} is a folder; give a file, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise UserError(f"--output: there is no folder {path.parent}; make it first")
-    read = _write(folders, base, path, refresh_s=REFRESH_S if live else 0)
+    read = _write(folders, base, path)
     click.echo(f"report: {path.absolute()}")
     if svg_folder is not None:
         _write_charts(svg_folder, read, base)
@@ -70,8 +65,6 @@ def report(
 
         if not webbrowser.open(path.absolute().as_uri()):
             click.echo("note: there is no browser here; open that file yourself", err=True)
-    if live:
-        _follow(folders, base, path)
 
 
 def _runs_of(folder: Path) -> list[Path]:
@@ -100,46 +93,16 @@ def _folders(runs: Sequence[Path], reference: Path | None) -> tuple[list[Path], 
     return list(folders.values()), place
 
 
-def _read(folders: Sequence[Path]) -> "list[Run]":
+def _write(folders: Sequence[Path], reference: int | None, path: Path) -> "list[Run]":
+    from lptune.tools.report.page import write_page
     from lptune.tools.report.run import read_run
 
-    return [read_run(folder) for folder in folders]
-
-
-def _write(folders: Sequence[Path], reference: int | None, path: Path, refresh_s: int) -> "list[Run]":
-    from lptune.tools.report.page import write_page
-
-    runs = _read(folders)
-    write_page(path, runs, reference, refresh_s)
+    runs = [read_run(folder) for folder in folders]
+    write_page(path, runs, reference)
     for folder, run in zip(folders, runs, strict=True):
         for note in run.notes:
             click.echo(printable(f"note: {folder}: {note}"), err=True)
     return runs
-
-
-def _follow(folders: Sequence[Path], reference: int | None, path: Path) -> None:
-    """Writes the page again and again until no run goes on, or a signal comes. The last page does not load
-    itself again.
-    """
-    from lptune.tools.report.page import write_page
-    from lptune.tools.report.run import is_running
-    from lptune.tools.report.summary import steps_text
-
-    going = any(is_running(folder) for folder in folders)
-    said = f"written every {REFRESH_S} s; Ctrl-C ends this, not the run" if going else "no run goes on"
-    click.echo(f"live: {said}", err=True)
-    with interrupts.Undoing():
-        try:
-            while any(is_running(folder) for folder in folders):
-                time.sleep(REFRESH_S)
-                runs = _read(folders)
-                write_page(path, runs, reference, REFRESH_S)
-        finally:
-            runs = _read(folders)
-            write_page(path, runs, reference)
-    if going:
-        for run in runs:
-            click.echo(f"live: {run.folder}: {steps_text(run)}; the page is final", err=True)
 
 
 def _write_charts(folder: Path, runs: "Sequence[Run]", reference: int | None) -> None:

@@ -80,19 +80,4 @@
       show();
     });
   }
-
-  // The page of a running job is loaded again and again. The browser keeps the place; open parts are kept here.
-  const seconds = Number(document.body.dataset.refresh);
-  if (!seconds) return;
-  const key = `lptune ${location.pathname}`;
-  const parts = [...document.querySelectorAll("details")];
-  try {
-    for (const number of JSON.parse(sessionStorage.getItem(key)) || []) if (parts[number]) parts[number].open = true;
-  } catch { /* no storage: the parts are closed again */ }
-  setTimeout(() => {
-    try {
-      sessionStorage.setItem(key, JSON.stringify(parts.flatMap((part, number) => (part.open ? [number] : []))));
-    } catch { /* as above */ }
-    location.reload();
-  }, 1000 * seconds);
 })();

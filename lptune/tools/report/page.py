@@ -67,10 +67,10 @@ def arrange(runs: Sequence[Run], reference: int | None = None) -> Arranged:
     )
 
 
-def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) -> str:
+def page(runs: Sequence[Run], reference: int | None = None) -> str:
     """The report of one or several runs as HTML, the lowest final held-out loss first.
 
-    reference: as for `arrange`. refresh_s: the page loads itself again after so many seconds; 0: never.
+    reference: as for `arrange`.
     """
     runs, names, looks, reference, main, others, left_out = arrange(runs, reference)
     numbers = [summary(run) for run in runs]
@@ -85,7 +85,7 @@ def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) 
         _samples(runs, names),
         _plans(runs, names),
         _configs(runs, names),
-        tag("footer", _how_it_was_drawn([*main, *others], refresh_s)),
+        tag("footer", _how_it_was_drawn([*main, *others])),
         tag("script", _json([svg.LEFT, svg.WIDTH - svg.RIGHT, svg.TOP, svg.HEIGHT - svg.BOTTOM]),
             type="application/json", id="box"),
         tag("script", _json({chart.slug: _data(chart) for chart in [*main, *others]}),
@@ -94,10 +94,6 @@ def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) 
     ]  # fmt: skip
     style = Html(_asset("page.css") + _run_css(looks))
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(_asset('page.js'))}; "
-    refresh = (
-        tag("noscript", tag("meta", http_equiv="refresh", content=str(refresh_s))) if refresh_s else None
-    )
-    status = f"{steps_text(runs[0])} · " if len(runs) == 1 and refresh_s else ""
     in_head = [
         tag("meta", charset="utf-8"),
         tag(
@@ -106,20 +102,19 @@ def page(runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) 
             content=f"{policy}base-uri 'none'; form-action 'none'",
         ),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        refresh,
-        tag("title", f"{status}{title} · lptune report"),
+        tag("title", f"{title} · lptune report"),
         tag("style", style),
     ]
-    document = tag("html", tag("head", *in_head), tag("body", *body, data_refresh=str(refresh_s)), lang="en")
+    document = tag("html", tag("head", *in_head), tag("body", *body), lang="en")
     return f"<!doctype html>\n{document}\n"
 
 
-def write_page(path: Path, runs: Sequence[Run], reference: int | None = None, refresh_s: int = 0) -> None:
+def write_page(path: Path, runs: Sequence[Run], reference: int | None = None) -> None:
     """Writes the report of `runs` to `path` in one piece, by `page`. Raises UserError if it cannot be
     written.
     """
     with write_errors(f"{path}:", "choose another with --output"):
-        write_text(path, page(runs, reference, refresh_s), shared=True)
+        write_text(path, page(runs, reference), shared=True)
 
 
 def _charts(
@@ -170,7 +165,7 @@ def _data(chart: Chart) -> dict[str, object]:
     return {"x": [chart.x.low, chart.x.high], "unit": " %" if chart.metric.as_percent else "", "runs": runs}
 
 
-def _how_it_was_drawn(all_charts: Sequence[Chart], refresh_s: int) -> str:
+def _how_it_was_drawn(all_charts: Sequence[Chart]) -> str:
     thinned = (
         f"Where a run has more than {2 * NUM_COLUMNS} values, a chart shows the smallest and the largest of "
         f"each of {NUM_COLUMNS} columns of steps, so every peak is there. "
@@ -182,9 +177,8 @@ def _how_it_was_drawn(all_charts: Sequence[Chart], refresh_s: int) -> str:
         f"Bold lines are means of up to {NUM_MEANS} equal ranges of steps; faint lines show the values. "
         * has_means
     )
-    again = f" It loads itself again every {refresh_s} s." if refresh_s else ""
     now = datetime.now(UTC)
-    return f"{thinned}{means}Written by lptune {lptune.__version__} on {now:%Y-%m-%d at %H:%M:%S} UTC.{again}"
+    return f"{thinned}{means}Written by lptune {lptune.__version__} on {now:%Y-%m-%d at %H:%M:%S} UTC."
 
 
 def _run_css(looks: Sequence[svg.Style]) -> str:

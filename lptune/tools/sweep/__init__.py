@@ -2,7 +2,6 @@
 
     grid.py     `optimizer.lr=1e-5,3e-5` -> values -> combinations -> a name for each run
     record.py   sweep.json: which runs have ended, and with which exit code; the table of the runs
-    slurm.py    the sweep as the array job of Slurm
 
 The runs themselves are processes of `lptune run` (lptune/tools/sweep/command.py).
 """

@@ -1,13 +1,11 @@
 """Run a recipe for each combination of values.
 
-The runs go one after the other, or as an array job of Slurm. Every config is checked before the first run
-starts. Each run is a process of `lptune run`, so a run that fails takes nothing with it, and each begins with
-a fresh device. The process is a child and gets the signals of the sweep: a sweep that is stopped lets the run
-in progress save, and the same command goes on with it.
+The runs go one after the other. Every config is checked before the first run starts. Each run is a process of
+`lptune run`, so a run that fails takes nothing with it, and each begins with a fresh device. The process is a
+child and gets the signals of the sweep: a sweep that is stopped lets the run in progress save, and the same
+command goes on with it.
 """
 
-import os
-import re
 import shlex
 import sys
 import time
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from lptune.base.errors import UserError
-from lptune.base.files import Lock, kind_of, write_errors, write_text
+from lptune.base.files import Lock
 from lptune.cli import catalog, preflight, recipe
 from lptune.cli.places import PathArgument, check_above
 from lptune.config import RunConfig
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
     from lptune.tools.sweep.record import Outcome
 
 _OWN_FLAGS = (
-    "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--slurm", "--dry-run", "--max-runs",
-    "--help", "-h",
+    "--config", "--nproc-per-node", "--nnodes", "--output-dir", "--dry-run", "--max-runs", "--help", "-h",
 )  # fmt: skip
 _STOPPED = preemption.STOPPED
 _REPORT_RUNS = 50  # more curves than that cannot be told apart
@@ -55,12 +52,13 @@ class _Planned(NamedTuple):
 )
 @click.option("--config", "config_name", metavar="CONFIG", help="Name or path of a config.  [required]")
 @click.option("--nproc-per-node", "--nproc_per_node", metavar="N", help="Ranks of each run.")
-@click.option("--nnodes", metavar="N", help="Machines of each run; with --slurm only.")
+@click.option("--nnodes", metavar="N", help="Machines of each run; with --dry-run only.")
 @click.option(
     "--output-dir", type=PathArgument(), metavar="FOLDER", help="[default: sweeps/NAME of the config]"
 )
-@click.option("--slurm", type=PathArgument(), metavar="FILE", help="Write an array job there; run nothing.")
-@click.option("--dry-run", is_flag=True, help="Check all runs and print their commands; run nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Check all runs but for devices and print their commands; run nothing."
+)
 @click.option("--max-runs", type=click.IntRange(min=1), default=100, show_default=True, metavar="N")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] key=value,value… …")
 @click.pass_context
@@ -70,7 +68,6 @@ def sweep(
     nproc_per_node: str | None,
     nnodes: str | None,
     output_dir: Path | None,
-    slurm: Path | None,
     dry_run: bool,
     max_runs: int,
     arguments: tuple[str, ...],
@@ -88,30 +85,28 @@ def sweep(
     """
     if config_name is None:
         raise UserError("sweep: --config is required; `lptune ls` shows what there is")
-    if slurm is None and nnodes not in (None, "1"):
-        raise UserError("sweep: --nnodes: runs of several machines are started by Slurm; add --slurm FILE")
+    if not dry_run and nnodes not in (None, "1"):
+        raise UserError(
+            "sweep: --nnodes: starts runs on this machine only; add --dry-run, which prints the command of "
+            "each run (docs/sweep.md)"
+        )
     counts = {"--nproc-per-node": nproc_per_node, "--nnodes": nnodes}
     for name, value in counts.items():
         flags.check_count("sweep", name, value)
     if ":" in (nnodes or ""):
         raise UserError(f"sweep: --nnodes: a run keeps its number of machines, found {nnodes!r}; give one")
-    ranks = flags.known_ranks(nnodes, nproc_per_node, here=slurm is None)
+    ranks = flags.known_ranks(nnodes, nproc_per_node, here=not dry_run)
     torchrun_flags, positional = flags.split_command("sweep", arguments, _OWN_FLAGS)
-    if torchrun_flags and slurm is not None:
-        raise UserError(f"sweep: {torchrun_flags[0]}: the script of --slurm sets torchrun's flags itself")
     if torchrun_flags:
         ranks = None, None  # only torchrun knows them
-    planned = _plan(config_name, positional, output_dir, max_runs, ranks, here=slurm is None)
+    planned = _plan(config_name, positional, output_dir, max_runs, ranks, here=not dry_run)
     folder = planned[0].folder.parent
     click.echo(f"sweep: {len(planned)} runs of {planned[0].arguments[0]} with {config_name} in {folder}")
-    if slurm is not None:
-        _write_script(slurm, planned, nnodes, nproc_per_node)
-        return 0
     torchrun_flags += [f"{name}={value}" for name, value in counts.items() if value is not None]
     if dry_run:
         for each in planned:
             line = shlex.join(["lptune", "run", *torchrun_flags, *each.arguments])
-            click.echo(f"# {each.name} cannot run here: {each.why}" if each.why else line)
+            click.echo(f"# {each.name} cannot run: {each.why}" if each.why else line)
         return 0
     return _run_all(context, folder, planned, torchrun_flags)
 
@@ -281,21 +276,3 @@ def _report(context: click.Context, folder: Path, runs: "Sequence[Outcome]") -> 
         click.echo(f"note: no report: {error}", err=True)
         return []
     return [each.name for each in ready]
-
-
-# ---- Slurm
-
-
-def _write_script(path: Path, planned: Sequence[_Planned], nnodes: str | None, nproc: str | None) -> None:
-    from lptune.tools.sweep.slurm import Shape, script
-
-    if kind_of(path):
-        raise UserError(f"{path}: exists; choose another name, or remove it first")
-    shape = Shape(int(nnodes or 1), nproc or "gpu")
-    job = re.sub(r"[^\w.-]", "-", planned[0].folder.parent.name) or "sweep"
-    runs = [each.arguments for each in planned if not each.why]
-    text = script(str(path), job, os.getcwd(), runs, shape)
-    with write_errors(f"{path}:", "choose another name"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text, shared=True)
-    click.echo(f"wrote {path}: look at its #SBATCH lines, then: sbatch {shlex.quote(str(path))}")

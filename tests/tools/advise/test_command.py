@@ -1,11 +1,10 @@
-"""`lptune advise`: which kind, and a config with it."""
+"""`lptune advise`: which kind."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from lptune.cli import catalog
 from lptune.tools.advise import measure
 from lptune.tools.advise.measure import Measured, Pair, Times
 from tests.cli.conftest import Command
@@ -49,7 +48,6 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     plan = linear.convert(model, PrecisionConfig(kind="int8_rowcol"), device=torch.device("cpu"))
     groups = groups_of(model, plan)
     monkeypatch.setattr(measure, "measure", fake)
-    monkeypatch.setattr("lptune.tools.advise.answer.MOST_PLANNING_S", 0.0)
     return speeds
 
 
@@ -66,87 +64,29 @@ def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command:
     assert list(Path().iterdir()) == []
 
 
-def test_the_written_config_is_what_was_recommended_and_validates(
-    command: Command, timings: dict[str, float]
-) -> None:
-    code, out, _ = command("advise", *SMALL, "--write", "my.yaml")
+def test_the_fastest_kind_that_pays_is_recommended(command: Command, timings: dict[str, float]) -> None:
+    code, out, _ = command("advise", *SMALL)
     assert code == 0
-    assert "advice: precision.kind=int8_rowcol, " in out
-    assert out.endswith("written: my.yaml\n")
-    assert [path.name for path in Path().iterdir()] == ["my.yaml"]
-    text = Path("my.yaml").read_text(encoding="utf-8")
-    speed = re.search(r"precision.kind=int8_rowcol, ([\d.]+x) as fast as none", out)
-    assert speed
-    comment = " ".join(line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#"))
-    assert f"int8_rowcol: {speed[1]} as fast as none; timed on this CPU" in comment
-    assert "lptune run full_finetune --config my.yaml" in comment
-    assert "precision: {kind: int8_rowcol}\n" in text
-    assert "micro_batch_size: 2\n" in text
-    assert catalog.recipe_of(Path("my.yaml")) == "full_finetune"
-    assert command("validate", "my.yaml")[0] == 0
-    before = text
-    code, out, err = command("advise", *SMALL, "--write", "my.yaml")
-    assert (code, out) == (2, "")
-    assert "--write: my.yaml: exists; choose another name" in err
-    assert Path("my.yaml").read_text(encoding="utf-8") == before
+    assert re.search(r"^advice: precision.kind=int8_rowcol, [\d.]+x as fast as none$", out, re.MULTILINE)
+    assert list(Path().iterdir()) == []
 
 
-def test_layers_that_lose_are_skipped_in_the_written_config(
-    command: Command, timings: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = measure.measure
-
-    def slow_o(*arguments: object) -> Measured:
-        found = fake(*arguments)  # type: ignore[arg-type]
-        for (group, kind), pair in found.pairs.items():
-            if group.label == "o":
-                found.pairs[group, kind] = pair._replace(low=Times(2e-3, 1e-4))
-        return found
-
-    monkeypatch.setattr(measure, "measure", slow_o)
-    code, out, _ = command("advise", *SMALL, "--write", "my.yaml")
-    assert code == 0
-    assert "leave o_proj in high precision (precision.skip)" in out
-    assert "skip: [lm_head, o_proj]" in Path("my.yaml").read_text(encoding="utf-8")
-    assert command("validate", "my.yaml")[0] == 0
-
-
-def test_where_nothing_pays_none_is_recommended_and_written(
-    command: Command, timings: dict[str, float]
-) -> None:
+def test_where_nothing_pays_none_is_recommended(command: Command, timings: dict[str, float]) -> None:
     timings.update(int8_rowcol=0.9, int8_rotated=0.8, int8_tensorwise=0.8)
-    code, out, _ = command("advise", *SMALL, "precision.kind=int8_rowcol", "--write", "my.yaml")
+    code, out, _ = command("advise", *SMALL, "precision.kind=int8_rowcol")
     assert code == 0
-    # The layers that lose could be left out, which leaves o, and that gains nothing.
     text = " ".join(out.split())
-    assert "advice: precision.kind=none: the best other kind, int8_rowcol, has 1.00x of its speed" in text
-    assert "precision:" not in Path("my.yaml").read_text(encoding="utf-8")
-    assert command("validate", "my.yaml")[0] == 0
-
-
-@pytest.mark.slow
-def test_several_ranks_have_their_exchange_stated(command: Command, timings: dict[str, float]) -> None:
-    code, out, _ = command("advise", *SMALL, "--world-size", "2")
-    assert code == 0
-    assert "a step of each of 2 ranks is 2 micro-batches of 64 tokens" in out
-    found = re.search(
-        r"not in these times \(buffers of a step: none ([\d.]+) MB, int8_rowcol ([\d.]+) kB",
-        " ".join(out.split()),
-    )
-    assert found, out
-    assert float(found[2]) < 1000 * float(found[1]), "8-bit gathers"
+    assert "advice: precision.kind=none: the best other kind, int8_rowcol, has 0.94x of its speed" in text
 
 
 def test_a_gpu_that_is_not_here_is_predicted_and_said_to_be(command: Command) -> None:
-    code, out, err = command("advise", *SMALL, "--device", "a100", "--write", "my.yaml")
+    code, out, err = command("advise", *SMALL, "--world-size", "2", "--device", "a100")
     assert (code, err) == (0, "")
+    assert "a step of each of 2 ranks is 2 micro-batches of 64 tokens" in out
     assert "predicted, not measured" in out
     assert max(map(len, out.splitlines())) <= 80
     kinds = re.findall(r"^(\w+) +[\d.]+ m?s +[\d.]+x", out, re.MULTILINE)
     assert set(kinds) == {"none", "int8_rowcol"}, "an A100 has no float8"
-    text = Path("my.yaml").read_text(encoding="utf-8")
-    assert "predicted, not measured, for" in " ".join(line.strip("# ") for line in text.splitlines())
-    assert command("validate", "my.yaml")[0] == 0
 
 
 def test_another_recipe_is_advised_on_and_what_is_left_out_is_named(command: Command) -> None:
@@ -163,7 +103,7 @@ def test_the_quality_of_the_model_decides_if_it_is_measured(
 ) -> None:
     command("new-checkpoint", "llama3_2/tiny", "tiny")
     small = ("--config", "llama3_2/1b", "model.path=tiny", *TINY[4:], *SMALL[len(TINY) :])
-    code, out, err = command("advise", *small, "--quality", "--seconds", "1", "--write", "my.yaml")
+    code, out, err = command("advise", *small, "--quality", "--seconds", "1")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     measured = re.findall(r"^int8_\w+ .* ([+-][\d.]+ ± [\d.]+) %$", out, re.MULTILINE)
@@ -173,7 +113,6 @@ def test_the_quality_of_the_model_decides_if_it_is_measured(
     assert re.search(
         r"int8_rowcol: no GEMM is below 20 dB; the lowest is [\d.]+ dB, \w+ of model\.layers", text
     )
-    assert command("validate", "my.yaml")[0] == 0
     # A limit that no kind keeps: none.
     monkeypatch.setattr("lptune.tools.advise.quality.LIMIT", -1.0)
     code, out, _ = command("advise", *small, "--quality", "--seconds", "1", "--kind", "int8_rowcol")

@@ -87,19 +87,6 @@ def test_a_group_that_was_not_timed_gains_as_much_as_the_others() -> None:
     assert found["int8_rowcol"].by_group == {"gate,up": 2.0}
 
 
-def test_layers_that_lose_are_named_and_left_out() -> None:
-    found = by_kind(predict(measured(int8_rowcol=MIXED), 1))["int8_rowcol"]
-    assert found.speedup < 1
-    assert found.skip == ("o_proj",)
-    assert found.skipping_speedup == pytest.approx(33.5 / (33.5 - 8))
-    advice = advise(predict(measured(int8_rowcol=MIXED), 1))
-    assert (advice.chosen.kind, advice.chosen.skip) == ("int8_rowcol", ("o_proj",))
-
-
-def test_weights_stored_in_8_bits_are_taken_for_memory_and_nothing_is_left_out() -> None:
-    assert by_kind(predict(measured(int8_weight_only=MIXED), 1))["int8_weight_only"].skip == ()
-
-
 def candidate(kind: str, speedup: float) -> Candidate:
     return Candidate(kind=kind, step_s=1 / speedup, speedup=speedup)
 

@@ -25,7 +25,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Page]
 
 @pytest.fixture
 def pages(make_run: MakeRun, tmp_path: Path) -> dict[str, Path]:
-    """One run, three overlaid, and a run that goes on."""
+    """One run, and three overlaid."""
     samples = [
         {"step": step, "when": when, "prompt": "p" * 300, "answer": "<script>alert(1)</script>" * 9}
         for step, when in ((0, "before training"), (400, "after training"))
@@ -46,14 +46,14 @@ def pages(make_run: MakeRun, tmp_path: Path) -> dict[str, Path]:
             )
         )  # fmt: skip
     runs = [read_run(folder) for folder in folders]
-    paths = {name: tmp_path / f"{name}.html" for name in ("one", "three", "live")}
-    for name, shown in (("one", runs[:1]), ("three", runs), ("live", runs[:1])):
-        write_page(paths[name], shown, 0, refresh_s=int(name == "live"))
+    paths = {name: tmp_path / f"{name}.html" for name in ("one", "three")}
+    for name, shown in (("one", runs[:1]), ("three", runs)):
+        write_page(paths[name], shown, 0)
     return paths
 
 
 @pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("name", ["one", "three", "live"])
+@pytest.mark.parametrize("name", ["one", "three"])
 def test_no_complaint_no_request_and_no_sideways_scrolling(
     browser: chromium.Page, pages: dict[str, Path], name: str, width: int
 ) -> None:
@@ -130,17 +130,3 @@ def test_without_javascript_charts_values_and_the_choice_of_runs_are_there(
     assert browser.evaluate("getComputedStyle(document.querySelector('#chart-loss .r1')).display") == "none"
     browser.evaluate("document.querySelector('#chart-loss details').open = true")
     assert "largest" in browser.evaluate("document.querySelector('#chart-loss table').innerText")
-
-
-def test_a_page_that_loads_itself_again_keeps_its_place_and_what_is_open(
-    browser: chromium.Page, pages: dict[str, Path]
-) -> None:
-    browser.open(pages["live"], 1280)
-    browser.evaluate(
-        "document.querySelectorAll('details')[3].open = true; scrollTo(0, 500); window.old = true"
-    )
-    browser.wait_for("Page.loadEventFired")
-    assert browser.evaluate("window.old ?? false") is False
-    assert browser.evaluate("[...document.querySelectorAll('details')].map((each) => each.open)")[3] is True
-    assert browser.evaluate("Math.round(scrollY)") == 500
-    browser.open(pages["one"], 1280)  # which does not

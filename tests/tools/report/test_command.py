@@ -1,19 +1,13 @@
 """`lptune report` and `lptune diff`: what they print, where they write, and what is one line of error."""
 
-import fcntl
 import json
 import os
 import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Command, Lptune
-from tests.helpers import cold
-from tests.tools.conftest import wait_for
 
 
 def a_run(folder: Path, num_steps: int = 5, **config: str) -> Path:
@@ -35,10 +29,8 @@ def test_one_run_is_reported_in_its_folder_and_several_in_this_one(command: Comm
     code, out, err = command("report", "runs/a", "runs/b", "./runs/a")
     assert (code, out, err) == (0, f"report: {tmp_path}/report.html\n", "")
     assert "2 runs" in (tmp_path / "report.html").read_text()
-    code, out, err = command(
-        "report", "runs/a", "./runs/a", "--output", "x.html", "--reference", "runs/b", "--live"
-    )
-    assert (code, out, err) == (0, f"report: {tmp_path}/x.html\n", "live: no run goes on\n")
+    code, out, err = command("report", "runs/a", "./runs/a", "--output", "x.html", "--reference", "runs/b")
+    assert (code, out, err) == (0, f"report: {tmp_path}/x.html\n", "")
     assert "b (reference)" in (tmp_path / "x.html").read_text()
 
 
@@ -107,56 +99,6 @@ def test_open_asks_for_a_browser_and_says_where_the_file_is_if_there_is_none(
     assert code == 0
     assert asked == [(tmp_path / "a" / "report.html").as_uri()]
     assert "no browser here" in err
-
-
-def start_live(folder: Path) -> subprocess.Popen[str]:
-    code = (
-        "from lptune.cli import interrupts\ninterrupts.listen()\n"
-        "from lptune.cli.main import main\nfrom lptune.tools.report import command\n"
-        "command.REFRESH_S = 0.05\nmain(['report', 'a', '--live'])"
-    )
-    return cold.start("-c", code, folder=folder)
-
-
-def shown(page: Path) -> str:
-    """The text of a page; empty before there is one."""
-    return page.read_text() if page.exists() else ""
-
-
-def test_live_follows_a_run_to_its_end(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "a")
-    page = run / "report.html"
-    with (run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        process = start_live(tmp_path)
-        wait_for(lambda: "running, step 5 of 5" in shown(page), process)
-        assert 'http-equiv="refresh"' in shown(page)
-        with (run / "metrics.jsonl").open("a") as metrics:
-            metrics.write('{"step": 6, "loss": 2.0}\n{"step": 7, "lo')
-        wait_for(lambda: "running, step 6 of 5" in shown(page), process)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert out.startswith("report: ")
-    assert err.endswith("a: finished, step 6 of 5; the page is final\n")
-    assert "finished, step 6 of 5" in page.read_text()
-    assert 'http-equiv="refresh"' not in page.read_text()
-
-
-def test_ctrl_c_ends_live_with_a_page_that_no_longer_loads_itself(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "a")
-    with (run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        process = start_live(tmp_path)
-        wait_for(lambda: "running" in shown(run / "report.html"), process)
-        assert process.stderr is not None
-        assert "Ctrl-C ends this, not the run" in process.stderr.readline()
-        time.sleep(0.2)
-        os.kill(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-    assert 'http-equiv="refresh"' not in (run / "report.html").read_text()
-    assert "running" in (run / "report.html").read_text()
 
 
 def test_diff_compares_runs_and_configs_in_any_pair(command: Command, tmp_path: Path) -> None:

@@ -51,12 +51,12 @@ ELEMENTS = {
     "html", "head", "meta", "title", "style", "body", "header", "p", "div", "h1", "h2", "h3", "h4", "span",
     "dl", "dt", "dd", "section", "figure", "figcaption", "svg", "path", "rect", "g", "text", "output",
     "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "code", "pre", "footer", "script",
-    "label", "input", "aside", "ul", "li", "noscript",
+    "label", "input", "aside", "ul", "li",
 }  # fmt: skip
 
 
-def parsed(*folders: Path, reference: int | None = None, refresh_s: int = 0) -> Parsed:
-    return Parsed(page([read_run(folder) for folder in folders], reference, refresh_s))
+def parsed(*folders: Path, reference: int | None = None) -> Parsed:
+    return Parsed(page([read_run(folder) for folder in folders], reference))
 
 
 def shadow_rows(name: str = "model.layers.0.mlp.up_proj") -> str:
@@ -88,7 +88,7 @@ def test_no_text_of_a_run_becomes_markup(make_run: MakeRun) -> None:
     rows = [row(step, **{f"eval_loss/{HOSTILE}": 1.0, HOSTILE: 2.0, "time": HOSTILE}) for step in (1, 2)]
     one = make_run("<b>a", rows, **files)
     two = make_run("b&amp;", rows, **files | {"config__yaml": "seed: 1\n"})
-    for found in (parsed(one), parsed(one, two, reference=1, refresh_s=5)):
+    for found in (parsed(one), parsed(one, two, reference=1)):
         assert not found.open
         assert {name for name, _ in found.elements} <= ELEMENTS
         assert found.count("script") == 3

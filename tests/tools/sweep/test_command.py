@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +17,6 @@ import pytest
 from lptune.config import PRECISION_KINDS
 from lptune.tools.sweep.grid import Grid, point_name, short_names, split_values
 from lptune.tools.sweep.record import Outcome, table
-from lptune.tools.sweep.slurm import Shape, script
 from tests.cli.conftest import Command, Lptune, write_model
 from tests.helpers import cold
 from tests.tools.conftest import wait_for
@@ -312,20 +312,35 @@ def test_a_stopped_repeat_still_shows_what_had_ended_and_a_failed_run_no_loss_of
     assert found == {"seed=2": ("-", "failed"), "seed=3": ("-", "stopped")}
 
 
-def test_a_kind_that_cannot_run_here_has_a_reason_and_a_wrong_value_ends_the_sweep(command: Command) -> None:
+def test_a_kind_that_cannot_run_here_has_a_reason_and_a_wrong_value_ends_the_sweep(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("my.yaml").write_text(CONFIG)
     write_model(Path("tiny"))
-    sweep = ("sweep", "--config", "my.yaml", "--dry-run", "precision.kind=all")
-    code, stdout, stderr = command(*sweep)
-    assert (code, stderr) == (0, "")
-    lines = stdout.splitlines()[1:]
-    left_out = [line for line in lines if line.startswith("# ")]
+    started = list[str]()
+
+    class Runner:
+        stopped = threading.Event()
+
+        def run(self, arguments: Sequence[str], _: Mapping[str, str]) -> int:
+            started.extend(word for word in arguments if word.startswith("precision.kind="))
+            return 2
+
+    monkeypatch.setattr("lptune.launch.bound.Runner", Runner)
+    monkeypatch.setattr("lptune.launch.launcher.let_ranks_find_lptune", lambda: None)
+    sweep = ("sweep", "--config", "my.yaml", "precision.kind=all")
+    _, stdout, _ = command(*sweep)
+    left_out = [line for line in stdout.splitlines() if ": cannot run here: " in line]
     float8 = [kind for kind, keys in PRECISION_KINDS.items() if keys.needs_float8]
-    assert len(lines) == len(PRECISION_KINDS)
-    assert [line.split()[1] for line in left_out] == [f"kind={kind}" for kind in float8]
+    assert [line.split()[1] for line in left_out] == [f"kind={kind}:" for kind in float8]
     assert all("needs a device with an 8-bit" in line for line in left_out)
-    code, stdout, stderr = command(*sweep, "precision.emulate=true")
-    assert (code, stderr, stdout.count("# ")) == (0, "", 0)
+    others = [kind for kind in PRECISION_KINDS if kind not in float8]
+    assert started == [f"precision.kind={kind}" for kind in others]
+    code, stdout, stderr = command(*sweep, "--dry-run", "precision.stochastic_rounding=true")
+    assert (code, stderr) == (0, "")
+    said = {line.split()[1]: line for line in stdout.splitlines() if line.startswith("# ")}
+    able = {kind for kind, keys in PRECISION_KINDS.items() if keys.can_round_stochastically} | {"none"}
+    assert said.keys() == {f"kind={kind}" for kind in PRECISION_KINDS.keys() - able}
     code, _, stderr = command(*sweep, "num_steps=0")
     assert (code, stderr.count("\n")) == (2, 1)
     assert stderr.startswith("error: ")
@@ -370,62 +385,33 @@ def test_a_killed_sweep_leaves_no_run_behind(toy: list[str], tmp_path: Path, sta
     assert not (tmp_path / "sweeps/toy/seed=6").exists()
 
 
-# ---- Slurm
+# ---- runs that another machine starts
 
 
-@pytest.mark.parametrize("nnodes", [None, "2"])
-def test_the_array_job_runs_each_point_once(nnodes: str | None, command: Command, tmp_path: Path) -> None:
+def test_commands_for_slurm_are_printed_without_a_look_at_the_devices_here(
+    command: Command, tmp_path: Path
+) -> None:
+    """Each is a job of examples/slurm, by the line of docs/sweep.md."""
     Path("my.yaml").write_text(CONFIG.replace("device: cpu", "device: cuda"))  # of other machines
     write_model(Path("tiny"))
-    code, stdout, _ = command("sweep", "--config", "my.yaml", "device=cpu", "seed=1,2", "--dry-run")
-    (_, one, two) = stdout.splitlines()
-    assert [command("validate", *shlex.split(line)[2:])[0] for line in (one, two)] == [0, 0]
-    machines = ["--nnodes", nnodes, "--nproc-per-node", "1"] if nnodes else []
-    values = ["global_batch_size=8", "precision.skip=[lm_head,a],[]", "seed=1,2"]
-    code, stdout, stderr = command(
-        "sweep", "--config", "my.yaml", *machines, "--slurm", "s/my.sbatch", *values
-    )
-    assert code == 0, stderr
-    assert "sbatch s/my.sbatch" in stdout
+    counts = ("--nnodes", "2", "--nproc-per-node", "1")
+    values = ("precision.skip=[lm_head,a b],[]", "seed=1,2", "--dry-run")
+    code, _, stderr = command("sweep", "--config", "my.yaml", *counts, *values)
+    assert (code, "do not divide among 2" in stderr) == (2, True), "micro-batches of 4 rows"
+    code, stdout, stderr = command("sweep", "--config", "my.yaml", *counts, "global_batch_size=8", *values)
+    assert (code, stderr) == (0, "")
     assert not Path("sweeps").exists()
-    text = Path("s/my.sbatch").read_text()
-    assert "#SBATCH --array=0-3\n" in text
-    assert f"#SBATCH --nodes={nnodes or 1}\n" in text
-    fakes = tmp_path / "fakes"
-    fakes.mkdir()
-    for name, body in (
-        ("srun", 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"'),
-        ("scontrol", 'if [ "$1" = requeue ]; then echo "requeue $2" >>requeued; else echo host-a; fi'),
-        ("lptune", 'for each in "$@"; do printf "%s\\n" "$each"; done >>ran\nexit 143'),
-    ):
-        (fakes / name).write_text(f"#!/bin/bash\n{body}\n")
-        (fakes / name).chmod(0o755)
-    commands = []
-    for task in range(4):
-        variables = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task),
-                     "SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": str(10 + task), "SLURM_NODEID": "1",
-                     "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host-[a-b]"}  # fmt: skip
-        Path("ran").unlink(missing_ok=True)
-        done = subprocess.run(["bash", "s/my.sbatch"], env=variables, capture_output=True, text=True)
-        assert done.returncode == 143, done.stderr
-        commands.append(Path("ran").read_text().splitlines())
-    for number, arguments in enumerate(commands):
-        flags, rest = (
-            arguments[: arguments.index("full_finetune")],
-            arguments[arguments.index("full_finetune") :],
-        )
-        assert flags[0] == "run"
-        assert ("host-a:20010" if number == 0 else ":200") in " ".join(flags) or not nnodes
-        assert command("validate", *rest)[0] == 0
-    assert len({tuple(arguments) for arguments in commands}) == 4
-    assert Path("requeued").read_text().split() == [w for t in range(4) for w in ("requeue", f"7_{t}")]
-
-
-def test_a_script_quotes_what_a_shell_would_read() -> None:
-    text = script("a b.sbatch", "job", "/a folder", [("full_finetune", "x=$(touch pwned)")], Shape())
-    assert "'x=$(touch pwned)'" in text
-    assert "cd '/a folder' || exit 2" in text
-    assert "sbatch 'a b.sbatch'" in text
+    lines = [shlex.split(line) for line in stdout.splitlines()[1:]]
+    assert [command("validate", *words[2:])[0] for words in lines] == [0, 0, 0, 0]
+    page = (cold.ROOT / "docs/sweep.md").read_text()
+    (of_docs,) = re.findall(r"^  (sed .+) > jobs.sh$", page, re.MULTILINE)
+    jobs = subprocess.run(["bash", "-c", of_docs], input=stdout, capture_output=True, text=True, check=True)
+    fake = 'sbatch() { for each in "$@"; do printf "%s\\n" "$each"; done; echo; }\n'
+    ran = subprocess.run(["bash", "-c", fake + jobs.stdout], capture_output=True, text=True, check=True)
+    asked = [job.splitlines() for job in ran.stdout.strip().split("\n\n")]
+    assert [words[words.index("examples/slurm/full_finetune.sbatch") + 1 :] for words in asked] == [
+        words[2:] for words in lines
+    ]
 
 
 @pytest.mark.parametrize(
