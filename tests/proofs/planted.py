@@ -209,7 +209,7 @@ FAULTS = [
     # --- the update
     Fault(
         "training/update.py",
-        "mine = loss_sum if world.rank % world.tensor_size == 0 else torch.zeros_like(loss_sum)",
+        "mine = loss_sum if world.rank % world.ranks_per_row == 0 else torch.zeros_like(loss_sum)",
         "mine = loss_sum",
         "training/test_update.py distributed/test_tensor_parallel.py recipes/test_meshes.py",
         "tensor-parallel ranks each counted the loss",
