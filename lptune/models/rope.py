@@ -36,7 +36,9 @@ class Rope(NamedTuple):
 
     def part(self, group: Group) -> "Rope":
         """The rotations of this rank's part of the tokens (context.py)."""
-        return Rope(*(None if each is None else part(each, group) for each in self))
+        scale = self.query_scale_BS11
+        cos, sin = part(self.cos_BS1R, group), part(self.sin_BS1R, group)
+        return Rope(cos, sin, None if scale is None else part(scale, group))
 
 
 def apply_rope(x_BSND: Tensor, rope: Rope, *, interleaved: bool = False) -> Tensor:

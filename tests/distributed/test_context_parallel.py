@@ -254,6 +254,10 @@ def _exchanged(rank: int, num_ranks: int) -> tuple[dict[str, int], list[list[int
             model, [[1, 2, 3], [4]], max_new_tokens=4, stop_ids=[], pad_id=0, multiple_of=world.ranks_per_row
         )
         assert "each row on 2 of them" in distributed.describe_mesh(model, world)
+        numbers: list[int] = []  # of random bits: not those of the same rows' other tokens
+        low: Any = mock.Mock(micro_batch=numbers.append)
+        assert list(distributed.accumulate(model, "ab", world, cfg, low)) == ["a", "b"]
+        assert numbers == [2 * rank, 2 * rank + 1]
         found = {
             name: counted.num_calls(operation=name, axis="context") for name in ("all_to_all", "all_reduce")
         }

@@ -427,6 +427,31 @@ FAULTS = [
         "        return sent\n",
         "models/hf/test_recipe.py",
     ),
+    # --- context parallelism
+    Fault(
+        "models/rope.py",
+        "part(self.sin_BS1R, group)",
+        "self.sin_BS1R[:, : self.sin_BS1R.shape[1] // group.size]",
+        "distributed/test_context_parallel.py",
+    ),
+    Fault(
+        "models/context.py",
+        "return g * ctx.size, None",
+        "return g, None",
+        "distributed/test_context_parallel.py",
+    ),
+    Fault(
+        "models/hf/attention.py",
+        "own_heads(s_aux, group)",
+        "s_aux[: query.shape[1]]",
+        "distributed/test_context_parallel.py",
+    ),
+    Fault(
+        "distributed/parallelize.py",
+        "low.micro_batch(world.token_rank *",
+        "low.micro_batch(world.data_rank *",
+        "distributed/test_context_parallel.py",
+    ),
     # --- data
     Fault(
         "data/rows.py",
