@@ -102,15 +102,18 @@ def mesh_axes(parallel: "ParallelConfig", num_ranks: int) -> dict[str, int]:
     """Names and sizes of the mesh's axes, outermost first. Raises UserError where the ranks do not divide.
 
     Neighbouring ranks are on one machine, so `tensor`, which exchanges most, is the innermost axis; `fsdp`,
-    which gathers weights, comes next; `replicate`, which only reduces gradients, is the outermost.
+    which gathers weights, comes next; `replicate`, which only reduces gradients, is the outermost. Ranks that
+    share rows (`context`) are neighbours on `fsdp`.
     """
-    fixed = parallel.replicate * parallel.tensor
+    fixed = parallel.replicate * parallel.tensor * parallel.context
     if num_ranks % fixed:
+        context = f" x context={parallel.context}" * (parallel.context > 1)
         raise UserError(
-            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor} needs a multiple of "
-            f"{fixed} ranks, found {num_ranks}; change them or the number of ranks"
+            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor}{context} needs a multiple "
+            f"of {fixed} ranks, found {num_ranks}; change them or the number of ranks"
         )
-    sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // fixed, "tensor": parallel.tensor}
+    sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // parallel.replicate // parallel.tensor}
+    sizes["tensor"] = parallel.tensor
     return {name: size for name, size in sizes.items() if size > 1 or name == "fsdp"}
 
 

@@ -151,7 +151,8 @@ class DataConfig:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the model is spread over ranks: a mesh of replicate x fsdp x tensor. The size of `fsdp`, the axis
-    over which FSDP2 shards parameters, is the number of ranks / replicate / tensor.
+    over which FSDP2 shards parameters, is the number of ranks / replicate / tensor; ranks that share rows are
+    on it.
     """
 
     replicate: int = 1
@@ -164,7 +165,9 @@ class ParallelConfig:
     """With `tensor` > 1: also cut the tokens of norms and residuals over these ranks (sequence parallelism).
     This saves activation memory and exchanges the same number of bytes."""
     context: int = 1
-    """Must be 1: torch's ring attention ignores the boundaries of packed documents (docs/distributed.md)."""
+    """Ranks that share each row (context parallelism): each has a part of its tokens, and in attention all
+    tokens of some heads. For long rows: activations are divided by it. It must divide data.seq_len and the
+    number of key heads. Keep these ranks within one machine."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered weights after forward and gather them again for backward. null: true on
     several ranks, false on one. One rank has nothing to gather: null and false keep a copy of the weights in
@@ -183,6 +186,10 @@ class ParallelConfig:
     cpu_offload: bool = False
     """CUDA only: keep parameters, gradients and optimizer state in host memory."""
 
+    def data_ranks(self, num_ranks: int) -> int:
+        """How many of `num_ranks` ranks, or groups of them, read different rows."""
+        return num_ranks // (self.tensor * self.context)
+
     def reshards(self, num_ranks: int) -> bool:
         """Whether `num_ranks` ranks free a block's weights after forward: what null stands for."""
         if self.reshard_after_forward is None:
@@ -194,10 +201,11 @@ class ParallelConfig:
         at_least("parallel.tensor", self.tensor, 1)
         at_least("parallel.prefetch_blocks", self.prefetch_blocks, 0)
         one_of("parallel.reduce_dtype", self.reduce_dtype, ("float32", "bfloat16", "int8"))
-        if self.context != 1:
+        at_least("parallel.context", self.context, 1)
+        if self.context > 1 and self.tensor > 1:
             raise UserError(
-                f"parallel.context: found {self.context}, only 1 is possible: torch's ring attention cannot "
-                "see the boundaries of packed documents; shorten data.seq_len or use parallel.tensor"
+                f"parallel.context: {self.context} ranks share rows, and with parallel.tensor={self.tensor} "
+                "others share the heads that they exchange; set one of the two to 1"
             )
 
 
@@ -355,7 +363,7 @@ class RunConfig:
                 f"parallel.replicate={self.parallel.replicate} each of {num_ranks} ranks has them whole; set "
                 "parallel.replicate=1, or reduce_dtype=float32"
             )
-        num_data_ranks = num_ranks // self.parallel.tensor
+        num_data_ranks = self.parallel.data_ranks(num_ranks)
         check_batches(self.global_batch_size, self.micro_batch_size, num_data_ranks)
         share = self.global_batch_size // num_data_ranks
         if self.optimizer.in_backward and share != self.micro_batch_size:
@@ -367,8 +375,8 @@ class RunConfig:
 
     @property
     def tokens_per_forward(self) -> int:
-        """Number of tokens of a micro-batch, with padding."""
-        return self.micro_batch_size * self.data.seq_len
+        """Number of tokens of a micro-batch on a rank, with padding."""
+        return self.micro_batch_size * self.data.seq_len // self.parallel.context
 
     def __post_init__(self) -> None:
         one_of("device", self.device, ("auto", "cpu", "cuda"))
@@ -387,6 +395,11 @@ class RunConfig:
             raise UserError(
                 f"data.seq_len: {self.data.seq_len} tokens do not divide among {self.parallel.tensor} ranks "
                 "(parallel.tensor); change one of them, or set parallel.sequence=false"
+            )
+        if self.data.seq_len % self.parallel.context:
+            raise UserError(
+                f"data.seq_len: {self.data.seq_len} tokens do not divide among {self.parallel.context} ranks "
+                "(parallel.context); change one of them"
             )
         at_least("num_epochs", self.num_epochs, 1)
         if self.num_steps is not None:

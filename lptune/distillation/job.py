@@ -307,7 +307,7 @@ class LogitsFile:
     def write(self) -> None:
         """Writes the file. Raises UserError for a number that is NaN, or if the disk does not take it."""
         job = self._job
-        if self._parts is None or job._world.rank % job._world.tensor_size:
+        if self._parts is None or job._world.rank % job._world.ranks_per_row:
             return
         assert self._number is not None
         if any(part.isnan().any() for part in (self._parts.log_p_Tk, self._parts.log_rest_TM)):

@@ -32,7 +32,7 @@ from lptune.distributed.parallelize import (
     uses_fsdp,
 )
 from lptune.distributed.same_products import check_products
-from lptune.distributed.session import World, destroy_process_group, session
+from lptune.distributed.session import World, context_group, destroy_process_group, session
 from lptune.distributed.shards import (
     Piece,
     blocks_are_whole,
@@ -86,6 +86,7 @@ __all__ = [
     "check_products",
     "checkpoint_activations",
     "compile_forward",
+    "context_group",
     "cut_dims",
     "describe_collective",
     "describe_mesh",

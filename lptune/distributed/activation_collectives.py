@@ -21,33 +21,18 @@ trace them.
 Shapes: B batch, S tokens of a row, s = S / ranks, K features, V words, v = V / ranks rounded up, T = B * S.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.base.errors import UserError
 from lptune.kernels import pack_rows, unpack_rows
 from lptune.linear import LinearSpec, QuantizedTokens
-from lptune.models import Words
+from lptune.models import Group, Words
 from lptune.numerics import FORMATS, nan_as_inf
 
 _TOKENS = 1  # the dim of tokens in (B, S, K)
-
-
-class Group(NamedTuple):
-    """The ranks of one mesh axis, as plain values, which are constants for the compiler."""
-
-    name: str
-    size: int
-    rank: int
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> "Group":
-        """The group of a mesh with one axis."""
-        group = mesh.get_group()
-        return cls(group.group_name, group.size(), mesh.get_local_rank())
 
 
 def gather_tokens(x_BsK: Tensor, group: Group) -> Tensor:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lptune import linear
 from lptune.base.text import size_text
 from lptune.distributed.parallelize import reshard
+from lptune.models import Group
 
 _C10D = {
     "_allgather_base_": "all_gather",
@@ -111,13 +112,14 @@ _library: torch.library.Library | None = None  # holds the kernels during record
 
 
 @contextmanager
-def record_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
+def record_collectives(mesh: DeviceMesh | None = None, context: Group | None = None) -> Iterator[Collectives]:
     """Counts every collective that this rank executes within the block, on any thread.
 
-    mesh: gives the names of axes. Recordings may be nested; each counts its whole block.
+    mesh, context: give the names of axes (`axis_names`). Recordings may be nested; each counts its whole
+    block.
     """
     global _library
-    recording = (Collectives(), axis_names(mesh))
+    recording = (Collectives(), axis_names(mesh, context))
     _recordings.append(recording)
     if _library is None:
         _library = _install()
@@ -149,7 +151,7 @@ def verify_collectives(
     for each in models.values():
         reshard(each)
     num_reductions = linear.num_narrow_reductions(model)
-    with record_collectives(mesh) as executed:
+    with record_collectives(mesh, getattr(model, "group", None)) as executed:
         yield
     if mesh.size() > 1:
         report(f"collectives: {executed}")
@@ -172,12 +174,14 @@ def verify_collectives(
     linear.verify_token_gathers(model, num_tokens)
 
 
-def axis_names(mesh: DeviceMesh | None) -> dict[str, str]:
-    """Name of a process group -> name of its axis of `mesh`, or `all` for the group of all ranks."""
+def axis_names(mesh: DeviceMesh | None, context: Group | None = None) -> dict[str, str]:
+    """Name of a process group -> name of its axis of `mesh`, `context` for the ranks that share rows, or
+    `all` for the group of all ranks.
+    """
     names = {str(dist.group.WORLD.group_name): "all"} if dist.group.WORLD is not None else {}
     if mesh is not None:
         names |= {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
-    return names
+    return names if context is None else names | {context.name: "context"}
 
 
 def describe_collective(

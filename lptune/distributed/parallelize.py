@@ -95,7 +95,13 @@ def parallelize(
     """
     backbone = model if isinstance(model, Backbone) else None
     if backbone is not None:
-        backbone.facts.check_execution(cfg.parallel.tensor, cfg.compile)
+        backbone.facts.check_execution(cfg.parallel.tensor, cfg.compile, cfg.parallel.context)
+        backbone.group = world.context
+    elif world.context is not None:
+        raise UserError(
+            "parallelize: parallel.context shares rows among ranks, which a models.Backbone knows how to "
+            "compute; set it to 1 for any other module"
+        )
     compute_dtype = getattr(torch, cfg.compute_dtype)
     names = frozenset[str]()
     if backbone is not None and compute_dtype != torch.float32:
@@ -158,7 +164,7 @@ def parallelize(
         use_compute_weights(model, compute_dtype, world.mesh, forward_methods, names)
         return
     # One rank has nothing to sum: a copy of its gradients in float32 would have the same values.
-    alone = world.data_size == 1 and cfg.parallel.reduce_every_micro_batch
+    alone = world.token_size == 1 and cfg.parallel.reduce_every_micro_batch
     # Masks, positions and rope tables pass through blocks; only weights decide the compute dtype.
     policy: Any = functools.partial(
         MixedPrecisionPolicy, reduce_dtype=None if alone else torch.float32, cast_forward_inputs=False
@@ -259,10 +265,11 @@ def accumulate(
 
     Gradients add up on this rank. They are reduced over ranks after the last micro-batch, or after each with
     `parallel.reduce_every_micro_batch`. low: gets the number of each micro-batch within the global batch, on
-    which its random bits depend; `data.Loader` deals micro-batches out to ranks in this order.
+    which its random bits depend; `data.Loader` deals micro-batches out to ranks in this order. Ranks that
+    share rows have numbers of their own, as their tokens differ.
     """
     for number, batch in enumerate(batches):
-        low.micro_batch(world.data_rank * len(batches) + number)
+        low.micro_batch(world.token_rank * len(batches) + number)
         is_last = number == len(batches) - 1
         sync_gradients(model, is_last, each=cfg.parallel.reduce_every_micro_batch)
         yield batch

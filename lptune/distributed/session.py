@@ -33,6 +33,7 @@ from lptune.distributed.compilation import CompileWatch
 from lptune.hardware.host_memory import keep_freed_memory
 from lptune.hardware.trials import check_trials
 from lptune.launch import preemption
+from lptune.models import Group
 
 _HINT_S = 15.0  # as the launcher's, which waits for other machines
 _GROUP_TIMEOUT = timedelta(minutes=30)  # as gloo's
@@ -56,6 +57,9 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     """Named axes, outermost first: `replicate` and `tensor` if larger than 1, and always `fsdp`."""
+    context: Group | None = None
+    """The ranks that hold a part each of the same rows: neighbours on the axis `fsdp`; None: each rank (or
+    group of tensor-parallel ranks) has whole rows."""
     compile_watch: CompileWatch = field(default_factory=CompileWatch, compare=False)
     """Measures the time of torch.compile, from the first `parallelize` with compilation on."""
 
@@ -65,19 +69,33 @@ class World:
         return self.rank == 0
 
     @property
-    def tensor_size(self) -> int:
-        """Number of ranks that share each matrix, and therefore read the same data."""
+    def ranks_per_row(self) -> int:
+        """Number of ranks that read the same rows: they share each matrix, or the tokens of each row."""
         return self.size // self.data_size
 
     @property
     def data_size(self) -> int:
-        """Number of ranks (or groups of tensor-parallel ranks) that read different data."""
-        return self.data_mesh.size()
+        """Number of ranks (or groups of them, tensor-parallel or context-parallel) that read different data.
+        A loop multiplies its loss by it, because FSDP averages gradients.
+        """
+        return self.token_size // (1 if self.context is None else self.context.size)
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank (or its tensor-parallel group) among them; the tensor axis is the innermost."""
-        return self.rank // self.tensor_size
+        """Index of this rank (or its group) among them; the ranks of a group are neighbours."""
+        return self.rank // self.ranks_per_row
+
+    @property
+    def token_size(self) -> int:
+        """Number of ranks (or groups of tensor-parallel ranks) with different tokens, of the same rows or of
+        others.
+        """
+        return self.data_mesh.size()
+
+    @property
+    def token_rank(self) -> int:
+        """Index of this rank (or its tensor-parallel group) among them."""
+        return self.rank * self.token_size // self.size
 
     @property
     def data_mesh(self) -> DeviceMesh:
@@ -93,14 +111,14 @@ class World:
     def sum(self, value: float | torch.Tensor) -> float:
         """The sum of `value` over all data ranks, in float64; every rank gets it. A collective.
 
-        Tensor-parallel ranks hold the same value, so only the value of the first one counts.
+        Ranks that read the same rows hold the same value, so only the value of the first one counts.
         """
         return self.sums(torch.as_tensor(value, device=self.device)[None])[0]
 
     def sums(self, values: torch.Tensor) -> list[float]:
         """`sum` of each of `values` (N,), in one collective."""
         totals = values.detach().to(torch.float64)
-        if self.rank % self.tensor_size:
+        if self.rank % self.ranks_per_row:
             totals = torch.zeros_like(totals)
         if self.size > 1:
             dist.all_reduce(totals)
@@ -157,14 +175,14 @@ class World:
         return Boundary(signal.Signals(int(number)) if number else None, bool(due))
 
     def seed(self, seed: int, step: int = 0) -> None:
-        """Seeds torch, numpy and random: the next numbers are a function of (seed, step, data rank).
+        """Seeds torch, numpy and random: the next numbers are a function of (seed, step, `token_rank`).
 
         lptune's own random numbers (data order, stochastic rounding) are functions of the config's seed and
-        use no generator. This is for dropout or augmentation in your own recipe: ranks that read different
-        rows must not drop the same units, tensor-parallel ranks must. If it is called in every step with the
-        number of the step, a resumed run draws the same numbers as an uninterrupted one.
+        use no generator. This is for dropout or augmentation in your own recipe: ranks that have different
+        tokens must not drop the same units, tensor-parallel ranks must. If it is called in every step with
+        the number of the step, a resumed run draws the same numbers as an uninterrupted one.
         """
-        words = np.random.SeedSequence([seed, step, self.data_rank]).generate_state(4)
+        words = np.random.SeedSequence([seed, step, self.token_rank]).generate_state(4)
         torch.manual_seed(int(words[0]) << 32 | int(words[1]))
         np.random.seed(words[2])
         random.seed(int(words[3]))
@@ -232,8 +250,10 @@ def session(
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        _outlast_hangs([dist.group.WORLD, *mesh.get_all_groups()])
-        world = World(rank=rank, size=size, device=here, mesh=mesh)
+        context = context_group(parallel.context)
+        _outlast_hangs([dist.group.WORLD, *mesh.get_all_groups(), context])
+        group = None if context is None else Group.of(context)
+        world = World(rank=rank, size=size, device=here, mesh=mesh, context=group)
         if seed is not None:
             world.seed(seed)
         with deterministic_algorithms() if deterministic else nullcontext(), closing(world.compile_watch):
@@ -249,6 +269,11 @@ def session(
         preemption.release()
         destroy_process_group()
         _wait_for_gloo_at_exit()
+
+
+def context_group(num_ranks: int) -> dist.ProcessGroup | None:
+    """The process group of this rank and its neighbours that share rows, `num_ranks` of them; None: 1."""
+    return None if num_ranks == 1 else dist.new_subgroups(num_ranks)[0]
 
 
 def destroy_process_group() -> None:
@@ -338,7 +363,7 @@ def _outlast_hangs(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """
     if (hang_timeout_s := launch.hang_timeout_s()) and dist.get_world_size() > 1:
         timeout = max(_GROUP_TIMEOUT, timedelta(seconds=2 * hang_timeout_s))
-        for group in groups:
+        for group in filter(None, groups):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -41,7 +41,6 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lptune.base.errors import UserError
 from lptune.distributed.activation_collectives import (
-    Group,
     RankWords,
     copy_tokens,
     first_word,
@@ -55,7 +54,7 @@ from lptune.distributed.session import World
 from lptune.distributed.shards import row_runs
 from lptune.kernels import PART
 from lptune.linear import LinearSpec, LowPrecisionLinear, RowTensor, check_part, local_part
-from lptune.models import Backbone, RMSNorm, aliases, tie
+from lptune.models import Backbone, Group, RMSNorm, aliases, tie
 from lptune.models.backbone import Cut
 
 
@@ -63,7 +62,7 @@ class _Style(ParallelStyle):
     """A style that gives a module's parameters their placement and its class another forward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self.apply(module, device_mesh, Group.of(device_mesh))
+        self.apply(module, device_mesh, Group.of(device_mesh.get_group()))
         return module
 
     @abstractmethod
@@ -486,6 +485,8 @@ def describe_mesh(model: nn.Module, world: World) -> str:
     text = f"{world.size} x {world.device.type}"
     if len(names) > 1:
         text += f" ({' x '.join(f'{name} {world.mesh.size(i)}' for i, name in enumerate(names))})"
+    if world.context is not None:
+        text += f", each row on {world.context.size} of them"
     gathers = Counter(getattr(module, "token_gather", "none") for module in model.modules())
     del gathers["none"]
     if gathers:

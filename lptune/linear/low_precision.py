@@ -45,8 +45,8 @@ class Ranks(Protocol):
         """The device on which this rank computes."""
 
     @property
-    def data_size(self) -> int:
-        """The number of ranks that train on different rows."""
+    def token_size(self) -> int:
+        """The number of ranks that train on different tokens."""
 
     def max_(self, values: Tensor) -> None:
         """Replaces `values` by their elementwise maximum over all ranks. A collective."""
@@ -71,7 +71,8 @@ class LowPrecision:
         """model: converted with `plan`; after `fully_shard` or `parallelize`, if one is called. optimizers:
         all that update its weights. plan: from `convert`.
 
-        world: of a session whose loop multiplies the loss by `data_size`, because FSDP averages gradients.
+        world: of a session whose loop multiplies the loss by `data_size`, because FSDP averages gradients;
+        ranks that share rows multiply it further (models/context.py), to `token_size` in all.
         None: LowPrecision takes the device from the model's parameters, and uses the process group, if any.
         seed: for the random bits. verify: compare the first step with the plan. watch: its context manager
         also surrounds the first step.
@@ -85,7 +86,7 @@ class LowPrecision:
             self._histories = DelayedScaling(plan, device)
             report: Callable[[str], None] = print
         else:
-            self._histories = DelayedScaling(plan, world.device, world.max_, world.data_size)
+            self._histories = DelayedScaling(plan, world.device, world.max_, world.token_size)
             report = world.print
         self._rounding = StochasticRounding(model, plan, seed)
         self._reductions = ReductionKeys(model, seed)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
     from lptune.models.backbone import Backbone, Part, aliases, build_on_meta, num_parameters, tie
     from lptune.models.cache import KVCache
+    from lptune.models.context import Group, part
     from lptune.models.decoder import Decoder, RMSNorm
     from lptune.models.documents import DocumentBounds
     from lptune.models.frozen import freeze
@@ -48,6 +49,7 @@ __all__ = [
     "Divergence",
     "DocumentBounds",
     "Facts",
+    "Group",
     "HFIndex",
     "KVCache",
     "Layer",
@@ -66,6 +68,7 @@ __all__ = [
     "is_of_run",
     "log_probabilities",
     "num_parameters",
+    "part",
     "preset_names",
     "read_config",
     "read_index",
@@ -77,6 +80,7 @@ _LAZY = {
     "attention": ("activate_attention",),
     "backbone": ("Backbone", "Part", "aliases", "build_on_meta", "num_parameters", "tie"),
     "cache": ("KVCache",),
+    "context": ("Group", "part"),
     "decoder": ("Decoder", "RMSNorm"),
     "documents": ("DocumentBounds",),
     "frozen": ("freeze",),

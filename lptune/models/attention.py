@@ -35,6 +35,7 @@ from lptune.base.errors import UserError
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
 from lptune.hardware.trials import constant_result, tries
 from lptune.models.config import DecoderConfig, LayerConfig
+from lptune.models.context import Group, to_heads, to_tokens
 from lptune.models.document_attention import attend_documents
 from lptune.models.documents import DocumentBounds, Visibility, visibility_blocks, visibility_mask
 from lptune.models.facts import Facts
@@ -154,12 +155,16 @@ def make_visibilities(
     seq_len: int,
     device: torch.device,
     dtype: torch.dtype,
+    group: Group | None = None,
 ) -> dict[LayerConfig, Visibility]:
-    """One Visibility for each distinct LayerConfig. Those with the same window share it."""
+    """One Visibility for each distinct LayerConfig. Those with the same window share it. seq_len: of whole
+    rows, of which the ranks of `group` have a part each.
+    """
     is_single = documents is None
     backend = choose_backend(config, device, dtype, one_document_per_row=is_single, seq_len=seq_len)
     windows = dict.fromkeys(layer.window for layer in config.layer_kinds)
-    by_window = {w: make_visibility(backend, documents, batch, seq_len, w, device) for w in windows}
+    made = {w: make_visibility(backend, documents, batch, seq_len, w, device) for w in windows}
+    by_window = {window: each._replace(group=group) for window, each in made.items()}
     return {layer: by_window[layer.window] for layer in config.layer_kinds}
 
 
@@ -176,8 +181,26 @@ def attend(
     """The formula at the top of this file: (B, S, N, D) in the dtype of q. `visible` decides the backend.
 
     visible: from `make_visibility` with the same window. With `visible.past`, the queries also see the keys
-    that it stores (cache.py). softcap: the backend must be `flex` or `explicit`.
+    that it stores (cache.py); with `visible.group`, S are this rank's tokens. softcap: the backend must be
+    `flex` or `explicit`.
     """
+    group = visible.group
+    k_BSMD, v_BSMD, q_BSND = (to_heads(x, group) for x in (k_BSMD, v_BSMD, q_BSND))
+    found = attend_rows(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
+    return to_tokens(found, group)
+
+
+def attend_rows(
+    q_BSND: Tensor,
+    k_BSMD: Tensor,
+    v_BSMD: Tensor,
+    visible: Visibility,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`attend`, with all tokens of the rows whatever `visible.group` is."""
     if visible.past is not None:
         k_BSMD, v_BSMD = visible.past.extend(k_BSMD, v_BSMD)
     if visible.offsets is not None:

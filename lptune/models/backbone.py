@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lptune.base.errors import UserError
 from lptune.models.attention import choose_backend
 from lptune.models.chunks import Logits, in_chunks
+from lptune.models.context import Group, gathered, part, summed
 from lptune.models.documents import DocumentBounds
 from lptune.models.facts import Facts
 from lptune.models.loss import (
@@ -125,6 +126,10 @@ class Backbone(nn.Module, ABC):
 
     facts: Facts
     chunk_loss: ChunkLoss
+    group: Group | None = None
+    """The ranks that compute the same rows, each its part of the tokens (context.py); None: this one alone.
+    Arguments and results of a forward are of whole rows in any case.
+    """
 
     @property
     @abstractmethod
@@ -146,7 +151,8 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
         """Hidden states (B, S, H) after the last norm, in the compute dtype: what the head reads. Attention
-        and every other mixer stay within each document. From outside, call `hidden_states`.
+        and every other mixer stay within each document. With a `group`, tokens_BS and the result are this
+        rank's part, and `documents` are of whole rows. From outside, call `hidden_states`.
         """
 
     @abstractmethod
@@ -233,19 +239,25 @@ class Backbone(nn.Module, ABC):
         expected_gradient: the factor by which you multiply the sum before backward. Any other number than 0
         is correct, but with several chunks it rounds the gradient once more (one_pass.py).
         """
-        hidden_BSH = self.body(tokens_BS, documents)
+        group = self.group
+        hidden_BSH = self.body(part(tokens_BS, group), documents)
         if labels_BS is None:
             words = words_of(self.head, self.facts.vocab_size)
-            return words.gather(self.chunk_loss.finish(self.head(hidden_BSH)))
-        tensors = [each.flatten(0, 1) for each in (hidden_BSH, labels_BS, *loss.targets)]
-        found = self._in_chunks(tensors, loss, expected_gradient)
+            return gathered(words.gather(self.chunk_loss.finish(self.head(hidden_BSH))), group)
+        of_tokens = (part(each, group) for each in (labels_BS, *loss.targets))
+        tensors = [each.flatten(0, 1) for each in (hidden_BSH, *of_tokens)]
+        factor = 1 if group is None else group.size  # by which `summed` multiplies
+        found = self._in_chunks(tensors, loss, expected_gradient * factor)
+        if not found.dim():
+            return summed(found, group)
         # clone(), because wrappers put hooks on the output, and an in-place operator on a view loses them.
-        return found.unflatten(0, tokens_BS.shape).clone() if found.dim() else found
+        return gathered(found.unflatten(0, hidden_BSH.shape[:2]).clone(), group)
 
     def summed_loss(self, tokens_BS: Tensor, documents: DocumentBounds | None, labels_BS: Tensor) -> Tensor:
         """`forward` with labels, up to the order of the sum, but without the head where there is no target:
         its work for prompts is saved. The shapes depend on the labels, so it is not for compiled models.
         """
+        assert self.group is None, "the ranks of a group would have other shapes"
         is_target_BS = labels_BS != IGNORE_INDEX
         hidden_TH = self.body(tokens_BS, documents)[is_target_BS]
         return self._in_chunks([hidden_TH, labels_BS[is_target_BS]], summed_cross_entropy, 1.0)
@@ -262,8 +274,10 @@ class Backbone(nn.Module, ABC):
         )
 
     def hidden_states(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
-        """`body`, for a call from outside: FSDP2 gathers the weights for this method and for forward."""
-        return self.body(tokens_BS, documents)
+        """`body` of whole rows, for a call from outside: FSDP2 gathers the weights for this method and for
+        forward.
+        """
+        return gathered(self.body(part(tokens_BS, self.group), documents), self.group)
 
     def logits_of(self, hidden_tH: Tensor) -> Tensor:
         """Logits (t, v) of hidden states, of the words that this rank's head has, in the compute dtype."""

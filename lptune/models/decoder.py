@@ -24,6 +24,7 @@ from lptune.models.attention import attend, make_visibilities
 from lptune.models.backbone import Backbone, Cache, ChunkLoss, Cut, Part, TensorPlan, drawn
 from lptune.models.cache import KVCache
 from lptune.models.config import ACTIVATIONS, DecoderConfig, LayerConfig, RopeConfig
+from lptune.models.context import Group
 from lptune.models.documents import DocumentBounds, Visibility
 from lptune.models.rope import Rope, RopeTable, apply_rope
 
@@ -188,13 +189,21 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_adds_one)
         self.ropes = nn.ModuleList(RopeTable(rope) for rope in config.rope_kinds)
 
-    def forward(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
-        """Hidden states (B, S, H) after the last norm, in the compute dtype. tokens_BS: int64."""
+    def forward(
+        self, tokens_BS: Tensor, documents: DocumentBounds | None = None, group: Group | None = None
+    ) -> Tensor:
+        """Hidden states (B, S, H) after the last norm, in the compute dtype. tokens_BS: int64. group: the
+        ranks that have the other tokens of the rows (context.py); `documents` are of whole rows.
+        """
         config = self.config
         batch, seq_len = tokens_BS.shape
+        seq_len *= 1 if group is None else group.size
         hidden_BSH = self._embed(tokens_BS)
         ropes = self._rotations(documents, seq_len)
-        visible = make_visibilities(config, documents, batch, seq_len, hidden_BSH.device, hidden_BSH.dtype)
+        if group is not None:
+            ropes = {kind: rope.part(group) for kind, rope in ropes.items()}
+        device, dtype = hidden_BSH.device, hidden_BSH.dtype
+        visible = make_visibilities(config, documents, batch, seq_len, device, dtype, group)
         return self._run_blocks(hidden_BSH, ropes, [visible[layer] for layer in config.layers])
 
     def extend(self, tokens_BS: Tensor, lengths_B: Tensor, cache: KVCache) -> Tensor:
@@ -253,7 +262,7 @@ class Decoder(Backbone):
         return self.lm_head
 
     def body(self, tokens_BS: Tensor, documents: DocumentBounds | None = None) -> Tensor:
-        hidden_BSH: Tensor = self.model(tokens_BS, documents)
+        hidden_BSH: Tensor = self.model(tokens_BS, documents, self.group)
         return hidden_BSH
 
     def make_cache(self, batch: int, num_places: int) -> KVCache:

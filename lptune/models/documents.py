@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # it imports the compiler
     from torch.nn.attention.flex_attention import BlockMask
 
     from lptune.models.cache import LayerCache
+    from lptune.models.context import Group
 
 
 class DocumentBounds(NamedTuple):
@@ -63,6 +64,8 @@ class Visibility(NamedTuple):
     """For flex_attention: the blocks in which any key is visible."""
     past: "LayerCache | None" = None
     """For generation: where keys and values of earlier tokens are, and those of new ones go."""
+    group: "Group | None" = None
+    """The ranks that have a part of each row's tokens (context.py); the others are of whole rows."""
 
 
 def visibility_mask(

@@ -74,13 +74,27 @@ class Facts(ABC):
         """Why tensor parallelism cannot cut the model's matrices; None: it can, where their sizes divide."""
         return None
 
-    def check_execution(self, num_tensor_ranks: int, compile_mode: str) -> None:
+    @property
+    def why_not_shared(self) -> str | None:
+        """Why ranks cannot share rows (context parallelism); None: they can, where the heads divide."""
+        return None
+
+    def check_execution(self, num_tensor_ranks: int, compile_mode: str, num_context_ranks: int = 1) -> None:
         """Raises UserError, one line, if the model cannot be cut or compiled as a config asks.
-        num_tensor_ranks, compile_mode: the keys `parallel.tensor` and `compile`.
+        num_tensor_ranks, compile_mode, num_context_ranks: the keys `parallel.tensor`, `compile` and
+        `parallel.context`.
         """
         if num_tensor_ranks > 1 and (why := self.why_not_cut):
             raise UserError(
                 f"parallel.tensor: {why}; set parallel.tensor=1: its weights are then sharded over all ranks"
+            )
+        if num_context_ranks > 1 and (why := self.why_not_shared):
+            raise UserError(f"parallel.context: {why}; set it to 1")
+        if self.num_kv_heads % num_context_ranks:
+            raise UserError(
+                f"parallel.context: {num_context_ranks} ranks do not divide the {self.num_kv_heads} key "
+                f"heads of {self.family!r}; set it to {self.num_kv_heads}, which is the most, or to a "
+                "divisor of it"
             )
 
     def check(self) -> None:  # noqa: B027  (most members have nothing to try)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lptune.models.config import RopeConfig
+from lptune.models.context import Group, part
 from lptune.models.documents import DocumentBounds
 
 
@@ -32,6 +33,12 @@ class Rope(NamedTuple):
     sin_BS1R: Tensor
     query_scale_BS11: Tensor | None = None
     """Of rotated queries, see `RopeConfig.query_growth`; None: 1."""
+
+    def part(self, group: Group) -> "Rope":
+        """The rotations of this rank's part of the tokens (context.py)."""
+        scale = self.query_scale_BS11
+        cos, sin = part(self.cos_BS1R, group), part(self.sin_BS1R, group)
+        return Rope(cos, sin, None if scale is None else part(scale, group))
 
 
 def apply_rope(x_BSND: Tensor, rope: Rope, *, interleaved: bool = False) -> Tensor:

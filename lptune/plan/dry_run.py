@@ -98,6 +98,8 @@ class DryRun:
     def report(self) -> str:
         """The precision, the memory and the collectives as text, with tables of at most 80 columns."""
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        if (shared := self.cfg.parallel.context) > 1:
+            axes += f", each row on {shared} ranks"
         ranks, tokens = torch.Size(self.mesh.values()).numel(), self.cfg.tokens_per_step
         lines = [
             *precision_lines(self.plan),
@@ -150,11 +152,12 @@ def dry_run(
     parallel = cfg.parallel
     eager = dataclasses.replace(cfg, compile="none", parallel=parallel)
     with fake_world(parallel, world_size) as world, as_on(device_type, device):
-        num_tokens = cfg.micro_batch_size * cfg.data.seq_len
         model = models.build_on_meta(model_config)
         models.freeze(model, cfg.freeze)
         num_parameters = models.num_parameters(model)
-        plan = linear.convert(model, cfg.precision, device=torch.device(device_type), num_tokens=num_tokens)
+        plan = linear.convert(
+            model, cfg.precision, device=torch.device(device_type), num_tokens=cfg.tokens_per_forward
+        )
         reach = len(model_config.layers) if in_full else max(1, parallel.prefetch_blocks)
         blocks = {model: leave_out(model, reach)}
         distributed.parallelize(model, world, eager)
@@ -179,7 +182,7 @@ def dry_run(
         with ExitStack() as stack:
             # Layer handles are real tensors: their values identify a layer.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh)))
+            log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh, world.context)))
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             try:
@@ -406,7 +409,9 @@ def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh)
+        context = distributed.context_group(parallel.context)
+        group = None if context is None else models.Group.of(context)
+        yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh, context=group)
     finally:
         distributed.destroy_process_group()
 
@@ -492,7 +497,11 @@ def _memory_table(found: DryRun) -> list[str]:
 
 
 def _collectives_table(found: DryRun) -> list[str]:
-    sizes = {**found.mesh, "all": torch.Size(found.mesh.values()).numel()}
+    sizes = {
+        **found.mesh,
+        "context": found.cfg.parallel.context,
+        "all": torch.Size(found.mesh.values()).numel(),
+    }
     rows = [
         [operation, dtype, f"{axis} ({sizes.get(axis, '?')})", f"{calls:,}", size_text(num_bytes)]
         for operation, dtype, axis, calls, num_bytes in found.collectives.rows()

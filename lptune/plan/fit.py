@@ -237,7 +237,7 @@ class _Search:
             held += resting[memory.OPTIMIZER] + then.optimizer - now.optimizer
         held += resting[memory.TEACHER] * self.world_size // num_ranks
         gradients = self.found.peaks["update"][memory.GRADIENTS] + then.gradients - now.gradients
-        rows = cfg.micro_batch_size * (num_ranks // cfg.parallel.tensor)
+        rows = cfg.micro_batch_size * cfg.parallel.data_ranks(num_ranks)
         accumulated = gradients if cfg.global_batch_size > rows else 0
         return held + max(gradients, accumulated + activations)
 
@@ -306,8 +306,8 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
     """
     parallel = cfg.parallel
     num_micro_batches = cfg.global_batch_size // cfg.micro_batch_size
-    num_data_ranks = world_size // parallel.tensor
-    shards = num_data_ranks > parallel.replicate  # one rank has nothing to shard
+    num_data_ranks = parallel.data_ranks(world_size)
+    shards = world_size // parallel.tensor > parallel.replicate  # one rank has nothing to shard
     every: Remedy = {}
     if num_micro_batches > num_data_ranks and not parallel.reduce_every_micro_batch:
         every = {_EVERY: True}
@@ -329,7 +329,7 @@ def _changes(cfg: RunConfig, world_size: int) -> Iterator[Remedy]:
         yield {"activation_checkpointing": "full"}
     if cfg.optimizer.master != "none":
         yield _NO_MASTER
-    if num_data_ranks == parallel.tensor == 1 and cfg.precision.gathers_low:
+    if world_size == 1 and cfg.precision.gathers_low:
         # Copies in 8 bits are half of those of float32 weights, but lie beside bfloat16 ones.
         yield ({} if cfg.optimizer.master == "none" else _NO_MASTER) | {"precision.all_gather": "high"}
     if not cfg.optimizer.in_backward:
@@ -368,7 +368,7 @@ def _changed(cfg: RunConfig, change: Remedy, num_ranks: int) -> RunConfig:
     changed = dataclasses.replace(cfg, **values)  # type: ignore[arg-type]
     if not changed.optimizer.in_backward:
         return changed
-    rows = changed.micro_batch_size * (num_ranks // changed.parallel.tensor)
+    rows = changed.micro_batch_size * changed.parallel.data_ranks(num_ranks)
     return dataclasses.replace(changed, global_batch_size=rows)
 
 

@@ -93,7 +93,7 @@ def _answer_log_p(model: Backbone, rows: Rows, cfg: RunConfig, world: World) -> 
         log_p_BS = model(batch.tokens_BS, documents, batch.labels_BS, loss=log_probabilities)
         log_p_A, numbers_A = answers_in(log_p_BS, batch)
         log_p_N[numbers_A.to(world.device)] = log_p_A
-    if world.rank % world.tensor_size:  # these ranks have the same numbers as the first of the tensor axis
+    if world.rank % world.ranks_per_row:  # these ranks have the same numbers as the first of them
         log_p_N.zero_()
     world.sum_(log_p_N)  # each document was on one data rank, and 0 on the others
     return log_p_N.cpu()

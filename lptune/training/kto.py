@@ -57,7 +57,7 @@ def unrelated_ratio(model: Backbone, batches: Iterable[Batch], reference_N2: Ten
         log_p_A, numbers_A = answers_in(log_p_BS, batch)
         ratio_A = (log_p_A - reference_N2[numbers_A, 1].to(world.device)).double()
         totals_2 += torch.stack([ratio_A.sum(), ratio_A.new_tensor(len(ratio_A))])
-    if world.rank % world.tensor_size:  # these ranks have the same documents as the first of the tensor axis
+    if world.rank % world.ranks_per_row:  # these ranks have the same documents as the first of them
         totals_2.zero_()
     world.sum_(totals_2)
     return (totals_2[0] / totals_2[1]).clamp(min=0).float()

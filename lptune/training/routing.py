@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lptune.models import Backbone
+from lptune.models import Backbone, part
 
 
 class Routing:
     """The experts that the tokens of two passes go to."""
 
     def __init__(self, model: nn.Module, is_padding_BS: Tensor | None = None) -> None:
-        """model: any; only a Backbone says what its mixtures are. is_padding_BS: bool, of the tokens of a
-        forward; None: none is padding. In a forward of another number of tokens, all count.
+        """model: any; only a Backbone says what its mixtures are. is_padding_BS: bool, of the whole rows of
+        a forward; None: none is padding. In a forward of another number of tokens, all count.
         """
         self._mixtures = model.mixtures if isinstance(model, Backbone) else {}
+        if is_padding_BS is not None and isinstance(model, Backbone):
+            is_padding_BS = part(is_padding_BS, model.group)
         self._counts_T = None if is_padding_BS is None else ~is_padding_BS.flatten()
         self._chosen: dict[str, dict[str, list[Tensor]]] = {}
 

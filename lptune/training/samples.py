@@ -75,7 +75,7 @@ def show_samples(
             max_new_tokens=min(_MOST_TOKENS, max(len(answer) for _, answer in prompts)),
             stop_ids=stop_ids,
             pad_id=stop_ids[0],
-            multiple_of=world.tensor_size,
+            multiple_of=world.ranks_per_row,
         )
     when = "after training" if step else "before training"
     around = _around_a_question(tokenizer)
@@ -111,7 +111,7 @@ def greedy(
 
     model: called as model(tokens_BS) -> logits (B, S, V). Rows are padded on the right; causal attention
     keeps the padding out of every token that is read. multiple_of: the length of rows is a multiple of it
-    (for sequence parallelism).
+    (for sequence and context parallelism).
     """
     if not prompts:
         return []

@@ -120,8 +120,8 @@ class Update:
         """
         world = self._world
         reshard(self._model)  # a forward after backward, for a metric, may have left other weights in it
-        # Tensor-parallel ranks hold the same loss: only that of the first counts.
-        mine = loss_sum if world.rank % world.tensor_size == 0 else torch.zeros_like(loss_sum)
+        # Ranks that read the same rows hold the same loss: only that of the first counts.
+        mine = loss_sum if world.rank % world.ranks_per_row == 0 else torch.zeros_like(loss_sum)
         totals = torch.stack([mine.detach().to(torch.float64), self._squares().to(world.device)])
         world.sum_(totals)
         loss, norm = totals[0] / num_targets, totals[1].sqrt().to(torch.float32)

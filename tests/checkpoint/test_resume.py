@@ -54,8 +54,6 @@ ONLY_VALUES = {  # of keys whose next value is not any other of their type
     "global_batch_size": 64,
     "micro_batch_size": 2,
 }
-NOT_FREE = {"parallel.context"}
-"""Keys with one legal value."""
 
 
 def config(tmp_path: Path, *overrides: str) -> FinetuneConfig:
@@ -99,7 +97,6 @@ DECIDING = [
     key
     for key in key_paths(FinetuneConfig)
     if key not in WITHOUT_EFFECT
-    and key not in NOT_FREE
     and (not key.startswith(("model.", "data.", "checkpoint.", "export.")) or key.startswith("data.eval_s"))
 ]
 

@@ -153,11 +153,6 @@ def test_cpu_offload_on_a_cpu_is_one_line() -> None:
         pass
 
 
-def test_context_parallelism_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"parallel\.context: found 2.*packed documents"):
-        ParallelConfig(context=2)
-
-
 def draws(world: World, seed: int, step: int = 0) -> tuple[float, ...]:
     world.seed(seed, step)
     return (*torch.rand(3).tolist(), *np.random.rand(3), random.random())

@@ -146,7 +146,7 @@ class TinyRun:
         for name, parameter in self.model.named_parameters():
             rows = fused.get(name, ())
             floats = distributed.full_tensor(linear.dequantized(parameter), rows).clone()
-            if linear.int8_rows(parameter) is not None and self.world.tensor_size == 1:
+            if linear.int8_rows(parameter) is not None and self.world.ranks_per_row == 1:
                 floats = quantized(floats, distributed.full_tensor(linear.row_scales(parameter), rows))
             found[name] = floats
         return found

@@ -63,6 +63,7 @@ CASES: list[tuple[int, list[Case]]] = [
             ({"kind": "int8_weight_only"}, {"reshard_after_forward": False}, "adamw"),
             ({"kind": "float8_delayed", "emulate": True}, {}, "adamw_8bit"),
             ({"kind": "int8_rowcol"}, {"reduce_dtype": "int8"}, "adamw, no master"),
+            ({"kind": "int8_rowcol"}, {"context": 2}, "adamw"),
         ],
     ),
     (
@@ -112,7 +113,10 @@ def _steps(rank: int, num_ranks: int, cases: list[Case]) -> list[dict[str, Any]]
         for precision, parallel, optimizer in cases:
             axes = distributed.mesh_axes(ParallelConfig(**parallel), num_ranks)
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-            found.append(_step(dataclasses.replace(every, mesh=mesh), precision, parallel, optimizer))
+            shared = distributed.context_group(parallel.get("context", 1))
+            context = None if shared is None else models.Group.of(shared)
+            world = dataclasses.replace(every, mesh=mesh, context=context)
+            found.append(_step(world, precision, parallel, optimizer))
     return found
 
 
@@ -142,7 +146,7 @@ def _step(
         documents = models.DocumentBounds.single(*tokens_BS.shape)
         exchanged = []
         for step in range(2):
-            with record_collectives(world.mesh) as counted:
+            with record_collectives(world.mesh, world.context) as counted:
                 with low.step(step, num_micro_batches):
                     loss_sum = torch.zeros(())
                     for _ in distributed.accumulate(model, range(num_micro_batches), world, cfg, low):
@@ -184,7 +188,7 @@ def test_it_tells_the_collectives_and_the_memory_of_real_ranks(
 ) -> None:
     by_rank = ranks.run(_steps, num_ranks, cases)
     for number, (precision, parallel, kind) in enumerate(cases):
-        data_size = num_ranks // parallel.get("tensor", 1)
+        data_size = ParallelConfig(**parallel).data_ranks(num_ranks)
         found = dry_run(_config(data_size, precision, parallel, kind), _model_config(), num_ranks)
         steps = (found.first_collectives, found.collectives)
         in_first, expected = (sorted([*each, count] for each, count in step.items()) for step in steps)

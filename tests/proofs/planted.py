@@ -209,7 +209,7 @@ FAULTS = [
     # --- the update
     Fault(
         "training/update.py",
-        "mine = loss_sum if world.rank % world.tensor_size == 0 else torch.zeros_like(loss_sum)",
+        "mine = loss_sum if world.rank % world.ranks_per_row == 0 else torch.zeros_like(loss_sum)",
         "mine = loss_sum",
         "training/test_update.py distributed/test_tensor_parallel.py recipes/test_meshes.py",
         "tensor-parallel ranks each counted the loss",
@@ -426,6 +426,31 @@ FAULTS = [
         "        sent.buffer[..., :4] = old\n"
         "        return sent\n",
         "models/hf/test_recipe.py",
+    ),
+    # --- context parallelism
+    Fault(
+        "models/rope.py",
+        "part(self.sin_BS1R, group)",
+        "self.sin_BS1R[:, : self.sin_BS1R.shape[1] // group.size]",
+        "distributed/test_context_parallel.py",
+    ),
+    Fault(
+        "models/context.py",
+        "return g * ctx.size, None",
+        "return g, None",
+        "distributed/test_context_parallel.py",
+    ),
+    Fault(
+        "models/hf/attention.py",
+        "own_heads(s_aux, group)",
+        "s_aux[: query.shape[1]]",
+        "distributed/test_context_parallel.py",
+    ),
+    Fault(
+        "distributed/parallelize.py",
+        "low.micro_batch(world.token_rank *",
+        "low.micro_batch(world.data_rank *",
+        "distributed/test_context_parallel.py",
     ),
     # --- data
     Fault(

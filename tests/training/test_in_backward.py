@@ -62,7 +62,7 @@ class Loop:
             optimizer=OptimizerConfig(
                 lr=1e-3, weight_decay=0.1, in_backward=in_backward, cpu_offload=cpu_offload, **keys
             ),
-            parallel=parallel or ParallelConfig(tensor=world.tensor_size),
+            parallel=parallel or ParallelConfig(tensor=world.ranks_per_row),
             max_grad_norm=max_grad_norm,
             **more,
         )

@@ -65,7 +65,7 @@ class _Loop:
 
     def __init__(self, kind: str, world: distributed.World) -> None:
         precision = {"stochastic_rounding": True} if kind == "int8_rowcol" else {}
-        keys: dict[str, Any] = {"parallel": ParallelConfig(tensor=world.tensor_size)}
+        keys: dict[str, Any] = {"parallel": ParallelConfig(tensor=world.ranks_per_row)}
         if kind in OPTIMIZER_KINDS:
             momentum = {"momentum": 0.9} if kind == "sgd" else {}
             keys["optimizer"] = OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.1, **momentum)

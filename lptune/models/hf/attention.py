@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lptune.base.errors import UserError
-from lptune.models.attention import attend, make_visibility
+from lptune.models.attention import attend_rows, make_visibility
 from lptune.models.cache import LayerCache
+from lptune.models.context import Group, own_heads, to_heads, to_tokens
 from lptune.models.documents import DocumentBounds, Visibility
 
 NAME = "lptune"
@@ -100,6 +101,8 @@ class Running(NamedTuple):
     """Whether rules that transformers makes keep documents apart by themselves, by their positions."""
     past: PastTokens | None = None
     """In generation."""
+    group: Group | None = None
+    """The ranks that have a part of each row's tokens; the documents are of whole rows."""
 
 
 class Seen(NamedTuple):
@@ -147,15 +150,16 @@ def make_mask(
     assert q_length == kv_length, "transformers keeps no keys"
     if state.past is not None:
         return Seen(Visibility(mask_B1SS=state.past.mask(mask_function)), None, state.past)
+    seq_len = q_length * (1 if state.group is None else state.group.size)
     window, is_plain = None, False
     if not (state.has_own_bounds and state.documents is not None):
-        window, is_plain = _window(mask_function, q_length)
+        window, is_plain = _window(mask_function, seq_len)
     if is_plain:
-        visible = make_visibility(state.backend(dtype), state.documents, batch_size, q_length, window, device)
+        visible = make_visibility(state.backend(dtype), state.documents, batch_size, seq_len, window, device)
     else:
-        mask_B1SS = _mask(mask_function, state, batch_size, q_length, device)
+        mask_B1SS = _mask(mask_function, state, batch_size, seq_len, device)
         visible = Visibility(mask_B1SS=mask_B1SS)
-    return Seen(visible, window)
+    return Seen(visible._replace(group=state.group), window)
 
 
 def _mask(rule: Rule, state: Running, batch: int, seq_len: int, device: torch.device) -> Tensor:
@@ -238,14 +242,19 @@ def attention(
     if past is not None:
         found = past.extend(module.layer_idx, key.transpose(1, 2), value.transpose(1, 2))  # type: ignore[arg-type]
         key, value = (each.transpose(1, 2) for each in found)
+    if (group := visible.group) is not None:
+        key, value, query = (
+            to_heads(each.transpose(1, 2), group).transpose(1, 2) for each in (key, value, query)
+        )
     if s_aux is not None:
-        return _with_sinks(query, key, value, s_aux, visible, scale), None
+        out_BSNV = _with_sinks(query, key, value, own_heads(s_aux, group), visible, scale)
+        return to_tokens(out_BSNV, group), None
     if size != query.shape[-1]:  # the kernels want equal sizes; a zero adds nothing
         wide = max(size, query.shape[-1])
         query, key, value = (F.pad(each, (0, wide - each.shape[-1])) for each in (query, key, value))
     q_BSND, k_BSMD, v_BSMD = (each.transpose(1, 2) for each in (query, key, value))
-    out_BSND = attend(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
-    return out_BSND[..., :size], None
+    out_BSND = attend_rows(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
+    return to_tokens(out_BSND[..., :size], group), None
 
 
 def _with_sinks(

@@ -78,8 +78,17 @@ class HFFacts(Facts):
         """Its modules are transformers', and have no plan."""
         return f"{self.family!r} is built by transformers' code, whose matrices lptune cannot cut"
 
-    def check_execution(self, num_tensor_ranks: int, compile_mode: str) -> None:
-        super().check_execution(num_tensor_ranks, compile_mode)
+    @property
+    def why_not_shared(self) -> str | None:
+        """Mixers are not cut by heads; and what counts places itself would begin at 0 on each rank."""
+        if self.is_recurrent:
+            return f"{self.family!r} has layers other than attention that need all tokens of a row"
+        if self.longest_packed_row is not None:
+            return f"{self.family!r} scales attention by the place in a row, which transformers counts itself"
+        return None
+
+    def check_execution(self, num_tensor_ranks: int, compile_mode: str, num_context_ranks: int = 1) -> None:
+        super().check_execution(num_tensor_ranks, compile_mode, num_context_ranks)
         if compile_mode == "model":
             raise UserError(
                 f"compile: torch cannot compile transformers' {self.family!r} as a whole; set compile=block"

@@ -29,6 +29,7 @@ from torch._guards import detect_fake_mode
 from lptune.base.errors import UserError
 from lptune.base.text import first_line
 from lptune.models.backbone import Backbone, Cache, ChunkLoss, Part, drawn
+from lptune.models.context import part
 from lptune.models.documents import DocumentBounds
 from lptune.models.headers import HFIndex, open_tensors, read_index
 from lptune.models.hf import attention, experts, float32, mixers
@@ -146,15 +147,18 @@ class HFModel(Backbone):
         past: attention.PastTokens | None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
-        longest = self.facts.longest_packed_row
+        longest, group = self.facts.longest_packed_row, self.group
+        batch, seq_len = tokens_BS.shape
+        seq_len *= 1 if group is None else group.size
         if documents is not None and longest is not None and tokens_BS.shape[1] > longest:
             raise UserError(
                 f"data.seq_len: {self.facts.family!r} scales attention by the place in a row from {longest} "
                 f"tokens on, so rows of several documents may have {longest} at most"
             )
         arguments: dict[str, Any] = {"logits_to_keep": None} if self._slices else {}
-        if documents is not None:
-            arguments["position_ids"] = documents.positions_BS
+        if documents is not None or group is not None:
+            bounds = documents or DocumentBounds.single(batch, seq_len, tokens_BS.device)
+            arguments["position_ids"] = part(bounds.positions_BS, group)
         is_recurrent = self.facts.is_recurrent
         if not is_recurrent:
             # Without padding, so transformers' rules of masks are those of one document: ours are added.
@@ -163,9 +167,8 @@ class HFModel(Backbone):
             arguments["lptune_rows"] = mixers.Rows.of(documents)
 
         def backend(dtype: torch.dtype) -> str:
-            is_single, seq_len = documents is None, tokens_BS.shape[1]
             return self.attention_backend(
-                tokens_BS.device, dtype, one_document_per_row=is_single, seq_len=seq_len
+                tokens_BS.device, dtype, one_document_per_row=documents is None, seq_len=seq_len
             )
 
         if past is not None:
@@ -176,7 +179,7 @@ class HFModel(Backbone):
                 if not past.num_used:
                     arguments["lptune_rows"] = mixers.Prompts(tuple(lengths_B.tolist()))
             arguments["position_ids"] = past.append(lengths_B, tokens_BS.shape[1])
-        with attention.running(attention.Running(documents, backend, is_recurrent, past)):
+        with attention.running(attention.Running(documents, backend, is_recurrent, past, group)):
             found = self.get_submodule(self.body_name)(input_ids=tokens_BS, use_cache=False, **arguments)
         hidden_BSH: Tensor = found.last_hidden_state
         return hidden_BSH

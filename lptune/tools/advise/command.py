@@ -74,7 +74,7 @@ def advise(
     if not isinstance(cfg, RunConfig):
         raise UserError(f"advise: {recipe_path.stem} does not train: there is no step to advise on")
     cfg.check_ranks(world_size)
-    num_data_ranks = world_size // cfg.parallel.tensor
+    num_data_ranks = cfg.parallel.data_ranks(world_size)
     if measures_quality:
         if preset is not None:
             raise UserError("--quality: measures the model in model.path; leave --preset out")
@@ -94,7 +94,7 @@ def advise(
         config=config_name,
         model=model_name,
         device=named.name if named else here.name if here else _cpu_name(),
-        tokens=cfg.tokens_per_forward,
+        tokens=cfg.micro_batch_size * cfg.data.seq_len,
         num_micro_batches=cfg.global_batch_size // cfg.micro_batch_size // num_data_ranks,
         num_ranks=world_size,
     )
@@ -117,6 +117,7 @@ def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
     """What was not as the run would be."""
     left_out = {
         "parallel.tensor": cfg.parallel.tensor > 1,
+        "parallel.context": cfg.parallel.context > 1,
         "parallel.cpu_offload": cfg.parallel.cpu_offload,
         "freeze": bool(cfg.freeze),
         f"the model in {step.frozen}": step.frozen is not None,

@@ -166,7 +166,7 @@ class _Quiet:
     """The part of a World that LowPrecision uses, without the line that it prints when a step is verified."""
 
     def __init__(self, world: World) -> None:
-        self.device, self.data_size, self.max_ = world.device, world.data_size, world.max_
+        self.device, self.token_size, self.max_ = world.device, world.token_size, world.max_
 
     def print(self, text: str) -> None:
         """Prints nothing."""

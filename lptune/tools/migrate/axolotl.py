@@ -108,11 +108,14 @@ def _set_batches(draft: Draft) -> None:
     shared = 1
     for key in _SHARED:
         shared *= draft.integer(key, 1)
-        if key != "tensor_parallel_size" and draft.get(key) is not None:
-            on = draft.integer(key, 1) > 1
-            draft.drop(
-                key, NOT_OFFERED if on else OFF, "there is no context or pipeline parallelism" if on else ""
-            )
+        if draft.get(key) is None or key == "tensor_parallel_size":
+            continue
+        if (degree := draft.integer(key, 1)) <= 1:
+            draft.drop(key, OFF, "")
+        elif key == "pipeline_parallel_size":
+            draft.drop(key, NOT_OFFERED, "there is no pipeline parallelism")
+        else:
+            draft.set("parallel.context", degree, key)
     set_accumulated(draft, "micro_batch_size", 1, shared)
 
 

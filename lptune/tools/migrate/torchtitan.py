@@ -170,13 +170,15 @@ def _degree(draft: Draft, name: str) -> tuple[str, int]:
 
 
 def _set_sharing(draft: Draft) -> int:
-    """parallel.tensor; returns the number of ranks that share each row."""
+    """parallel.tensor and context; returns the number of ranks that share each row."""
     shared = 1
     for name in _SHARES:
         key, degree = _degree(draft, name)
         shared *= max(degree, 1)
         if name == "tensor_parallel_degree":
             draft.set("parallel.tensor", degree, *draft.given(key))
+        elif name == "context_parallel_degree" and degree > 1:
+            draft.set("parallel.context", degree, key)
         elif degree > 1:
             draft.drop(key, NOT_OFFERED, f"{name} {degree}")
             draft.ask("parallel", f"{key} = {degree}: use parallel.tensor and more ranks of FSDP")
@@ -435,7 +437,7 @@ _CODE = drop(BY_DESIGN, "a config names no code; copy a recipe with `lptune cp`"
 _MOE = drop(NOT_OFFERED, "there are no mixtures of experts")
 _WHOLE = drop(BY_DESIGN, "the last checkpoint is whole; OUTPUT_DIR/export holds the model")
 _PIPELINE = drop(NOT_OFFERED, "there is no pipeline parallelism")
-_CONTEXT = drop(NOT_OFFERED, "there is no context parallelism")
+_CONTEXT = drop(NOT_NEEDED, "ranks exchange heads, in no turns")
 _GARBAGE = drop(NOT_NEEDED, "garbage is not collected between steps")
 _PARALLEL = {
     "data_parallel_replicate_degree": integer_to("parallel.replicate"),

@@ -512,7 +512,7 @@ RULES: Rules = {
     "data_parallel_replicate_dim": integer_to("parallel.replicate"),
     "data_parallel_shard_dim": drop(NOT_NEEDED, "the ranks that remain shard the model"),
     "context_parallel_dim": to("parallel.context"),
-    "context_parallel_rotate_method": drop(NOT_OFFERED, "there is no context parallelism"),
+    "context_parallel_rotate_method": drop(NOT_NEEDED, "ranks exchange heads, in no turns"),
     "cudnn_deterministic_mode": drop(BY_DESIGN, "deterministic: true makes a run on CUDA repeatable"),
     "resize_token_embeddings": if_on(NOT_OFFERED, "the vocabulary stays that of the checkpoint"),
     "metric_logger": _logger,
