@@ -91,7 +91,7 @@ def test_a_machine_with_two_h100_runs_all_kinds_and_is_told_published_speeds(gpu
     assert found["NCCL"].text == "2.27.5"
     assert found["none"].text == "bf16 everywhere; GEMMs 990 TFLOP/s published"
     for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int4_weight"}:
-        fmt = "int8" if kind.startswith("int8") else "float8"
+        fmt = "int8" if kind.startswith(("int8", "bitnet")) else "float8"
         assert re.fullmatch(
             rf"native, by (lptune's Triton kernels|torch); {fmt} GEMMs 1,979 TFLOP/s published, 2.0x bf16",
             found[kind].text,
