@@ -47,6 +47,12 @@ VARIANTS: dict[str, list[str]] = {
     "mxfp8": ["precision.kind=mxfp8"],
     "int8_weight_only": ["precision.kind=int8_weight_only"],
     "int4_weight": ["precision.kind=int4_weight"],
+    "bitnet": ["precision.kind=bitnet"],
+    "bitnet, folded": [
+        "precision.kind=bitnet",
+        "precision.grad_input=folded",
+        "precision.grad_weight=folded",
+    ],
     "adamw_8bit": ["optimizer.kind=adamw_8bit"],
     "adamw_bf16": ["optimizer.kind=adamw_bf16"],
     "master none": ["optimizer.master=none"],

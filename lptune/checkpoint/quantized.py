@@ -8,10 +8,13 @@ that servers read.
     int4           compressed-tensors, pack-quantized:   X.weight_packed int32 (N, ceil(K / 8)), codes + 8,
                                                          the first in the lowest bits,
                                                          X.weight_scale bfloat16 (N, K / 32), X.weight_shape
+    bitnet         transformers' BitLinear:              X.weight uint8 (N / 4, K), codes + 1, the first in
+                                                         the lowest bits, X.weight_scale bfloat16 (1,)
 
-Scales dequantize, W ≈ q * scale, and are float32 but for int4, whose kind makes them in bfloat16. A kind with
-one scale per tensor has a weight_scale of (1,). Servers of 8 bits quantize tokens anew, each by its own amax;
-those of int4 multiply in 16 bits.
+Scales dequantize, W ≈ q * scale, and are float32 but for int4 and bitnet, whose kinds make them in bfloat16;
+bitnet stores 1 / scale, by which BitLinear divides. A kind with one scale per tensor has a weight_scale of
+(1,). Servers of 8 bits, and BitLinear, quantize tokens anew, each by its own amax; those of int4 multiply in
+16 bits.
 
 A high-precision export that is quantized for a server is rounded a second time, with scales that training
 never saw. Here the kind itself (`Kind.quantize_to_serve`) makes the values, from the float32 weights of the
@@ -39,7 +42,7 @@ from lptune.checkpoint.state import RunState
 from lptune.config import PrecisionConfig
 from lptune.linear import KINDS, Kind, LinearSpec
 from lptune.models.quantized import PACKED
-from lptune.numerics import FORMATS
+from lptune.numerics import FORMATS, pack_ternary, server_scale
 
 _REQUANTIZE = (
     "export in high precision (`lptune export RUN FOLDER --quantized none`), and quantize that with the "
@@ -81,7 +84,7 @@ class Quantizer:
         if not sources or any(source.parameter not in self.parameters for source in sources):
             return None
         block = self.kind.weight_block
-        rows_only = not (block or self.kind.one_scale)
+        rows_only = not (block or self.kind.one_scale or self.kind.mean_scale)
         for _, whole, part in sources:
             is_matrix = len(shape) == 2 and name.endswith(".weight") and part.dims in ((), (0, 1))
             is_matrix = is_matrix and not shape[1] % self.kind.weight_group
@@ -99,6 +102,9 @@ class Quantizer:
                 f"{name}_scale": ((n, math.ceil(k / group)), torch.bfloat16),
                 f"{name}_shape": ((2,), torch.int64),
             }
+        if self.kind.mean_scale:
+            packed = (shape[0] // self.kind.weights_in_byte, shape[1])
+            return {name: (packed, torch.uint8), f"{name}_scale": ((1,), torch.bfloat16)}
         codes = {name: (shape, FORMATS[self.kind.fmt].dtype)}
         if block:
             grid = tuple(math.ceil(size / block) for size in shape)
@@ -124,6 +130,8 @@ class Quantizer:
         made = [q_NK, scale]
         if self.packs:
             made = [_packed(q_NK), scale, torch.tensor(w_NK.shape)]
+        elif self.kind.mean_scale:
+            made = [pack_ternary(q_NK, 0), server_scale(scale)]
         return {
             each: tensor.to(dtype).reshape(shape).contiguous()
             for tensor, (each, (shape, dtype)) in zip(made, form.items(), strict=True)
@@ -135,7 +143,7 @@ class Quantizer:
         """
         if is_part:
             others = [_OWNERS.sub("", name, count=1) for name in high]
-            if not self.kind.weight_block:  # where a name may be a pattern
+            if self.format in _COMPRESSED:  # where a name may be a pattern
                 others = [rf"re:(.*\.)?{re.escape(name)}$" for name in others]
             high = list(dict.fromkeys([*high, *others]))
         if self.kind.weight_block:
@@ -146,6 +154,10 @@ class Quantizer:
                 "weight_block_size": [self.kind.weight_block] * 2,
                 "modules_to_not_convert": list(high),
             }
+        if self.kind.mean_scale:
+            # Its other class, AutoBitLinear, would multiply biases by the scale.
+            offline = {"linear_class": "bitlinear", "quantization_mode": "offline"}
+            return {"quant_method": self.format, **offline, "modules_to_not_convert": list(high)}
         format_, bits, type_ = _COMPRESSED[self.format]
         numbers = {"num_bits": bits, "type": type_, "symmetric": True}
         strategy = "group" if self.packs else "tensor" if self.kind.one_scale else "channel"
@@ -169,9 +181,15 @@ class Quantizer:
 
 def kind_for(format_: str, trained: Kind) -> Kind:
     """The kind that rounds for `format_`: `trained`, or of the others the most precise that the format has,
-    with a scale per row or block.
+    with a scale per row or block. Raises UserError if the format is for one kind alone.
     """
     usual = next(each for each in KINDS.values() if each.served_as == format_ and not each.one_scale)
+    if usual.mean_scale and trained is not usual:
+        raise UserError(
+            f"export.quantized: {format_} keeps three values of each weight, which only a model that was "
+            f"trained with precision.kind={usual.name} survives, and this is {trained.name}; choose int8 or "
+            "float8"
+        )
     return trained if trained.served_as == format_ else usual
 
 
@@ -202,7 +220,7 @@ def how_to_quantize(format_: str, state: RunState, part: Part) -> Quantizer:
         )
     config = state.content.get("config", {})
     ranks = config.get("parallel.tensor", 1) if isinstance(config, dict) else 1
-    if ranks != 1 and (kind.row_scales or kind.one_scale):
+    if ranks != 1 and (kind.row_scales or kind.one_scale or kind.mean_scale):
         notes.append(
             f"note: parallel.tensor={ranks} trained with scales of each rank's part of a weight; "
             f"export.quantized={format_} has those of whole rows and tensors"

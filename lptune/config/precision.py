@@ -24,7 +24,7 @@ class KindKeys:
     stores_low: bool = False
     """Whether weights are stored in 8 bits; gathers then bring what is stored."""
     for_servers: bool = False
-    """Whether it trains for a format of servers alone: it saves neither time nor memory in training."""
+    """Whether it is taken for what is served: training is to take back what it costs at first."""
     needs_float8: bool = False
     """Whether a device without float8 GEMMs cannot run it, other than by `emulate`."""
     min_sqnr_db: float = 20.0
@@ -124,6 +124,16 @@ PRECISION_KINDS = {
     "int4_weight": KindKeys(
         ("dequantized",), ("high",), ("int4",), output=("low",), for_servers=True, min_sqnr_db=12.0
     ),
+    # Ternary weights: the gradients of BitNet are of high precision.
+    "bitnet": KindKeys(
+        ("high", "folded"),
+        ("high", "folded"),
+        ("int8",),
+        can_gather_low=True,
+        output=("low",),
+        for_servers=True,
+        min_sqnr_db=-3.0,
+    ),
 }
 
 
@@ -134,7 +144,8 @@ class PrecisionConfig:
     kind: str = "none"
     """none | int8_rowcol | int8_rotated | int8_tensorwise | float8_tensorwise | float8_delayed |
     float8_rowwise | float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | int8_weight_only (stored in INT8,
-    no master) | int4_weight (high GEMMs; weights rounded to 4 bits, for INT4 servers)."""
+    no master) | int4_weight (high GEMMs; weights rounded to 4 bits, for INT4 servers) | bitnet (ternary
+    weights, INT8 tokens: BitNet b1.58, from scratch)."""
     output: str = "low"
     """low | high: precision of `output = x @ W.T`."""
     grad_input: str = "low"
@@ -173,9 +184,9 @@ class PrecisionConfig:
     """warn: print a line if a layer's error is beyond shadow_min_sqnr_db | fallback: also run such layers in
     high precision from this step on. fallback gathers weights in compute dtype."""
     shadow_min_sqnr_db: float | None = None
-    """The smallest signal-to-quantization-noise ratio, in dB, that a shadow check accepts of a GEMM. null: 9
-    with int8_tensorwise, 12 with int4_weight, 15 with float8_tensorwise and float8_delayed, 20 with the other
-    kinds."""
+    """The smallest signal-to-quantization-noise ratio, in dB, that a shadow check accepts of a GEMM. null: -3
+    with bitnet, 9 with int8_tensorwise, 12 with int4_weight, 15 with float8_tensorwise and float8_delayed, 20
+    with the other kinds."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))

@@ -245,7 +245,7 @@ class CheckpointConfig:
         at_least("checkpoint.keep_best", self.keep_best, 0)
 
 
-EXPORT_FORMATS = ("none", "int8", "float8", "float8_block", "int4")
+EXPORT_FORMATS = ("none", "int8", "float8", "float8_block", "int4", "bitnet")
 """The values of `export.quantized`."""
 
 
@@ -265,9 +265,9 @@ class ExportConfig:
     ema: bool = True
     """Export the moving averages of the weights where the run keeps them (optimizer.ema_decay)."""
     quantized: str = "none"
-    """none | int8 | float8 | float8_block | int4: store the weights that were trained in low precision in
-    such a format of servers, with training's own scales where precision.kind has them (docs/export.md).
-    `dtype` is that of the others."""
+    """none | int8 | float8 | float8_block | int4 | bitnet: store the weights that were trained in low
+    precision in such a format of servers, with training's own scales where precision.kind has them
+    (docs/export.md). `dtype` is that of the others."""
 
     def __post_init__(self) -> None:
         at_least("export.average_checkpoints", self.average_checkpoints, 1)

@@ -68,6 +68,7 @@ from lptune.kernels.stochastic import (
     quantize_weight_rows,
     round_to_bfloat16,
 )
+from lptune.kernels.ternary import quantize_ternary, unpack_ternary
 from lptune.kernels.weight_only import int4_weight_mm, weight_only_mm
 
 __all__ = [
@@ -127,6 +128,7 @@ __all__ = [
     "quantize_tensor_both_ways",
     "quantize_tensor_stochastic",
     "quantize_tensor_stochastic_both_ways",
+    "quantize_ternary",
     "quantize_weight_rows",
     "round_to_bfloat16",
     "record_gemms",
@@ -136,5 +138,6 @@ __all__ = [
     "transposed_copy",
     "type_of",
     "unpack_rows",
+    "unpack_ternary",
     "weight_only_mm",
 ]

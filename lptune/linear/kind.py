@@ -43,6 +43,7 @@ class Shard(NamedTuple):
     full_rows: int  # N
     block: int | None  # side of the square blocks with one amax each; None: one amax for the whole weight
     compute_dtype: torch.dtype
+    mean_scale: bool = False  # the scale is of sums of rows, (N, 1), not of amaxes
 
 
 class LinearSpec(NamedTuple):
@@ -231,6 +232,10 @@ class Kind(ABC):
     """Columns of a row that share one of several scales. A layer, and its part under tensor parallelism, has
     whole groups.
     """
+    mean_scale: ClassVar[bool] = False
+    """Whether W's one scale is a mean. Ranks then agree on sums of rows, where others agree on amaxes."""
+    weights_in_byte: ClassVar[int] = 1
+    """Codes of a row that share a byte of a gather."""
     has_history: ClassVar[bool] = False
     """Whether scales come from the amaxes of past steps, which LowPrecision keeps (delayed.py)."""
     layer_class: ClassVar[type[nn.Linear] | None] = None
@@ -269,7 +274,7 @@ class Kind(ABC):
 
         w_NK: any float dtype. beside: what a checkpoint stores beside it (weights/int8_weight.py), by prefix.
         """
-        shard = Shard(w_NK, 0, w_NK.shape[0], self.weight_block, compute_dtype)
+        shard = Shard(w_NK, 0, w_NK.shape[0], self.weight_block, compute_dtype, self.mean_scale)
         return self.quantize_shard(spec, shard, lambda amax: amax)
 
     # --- How tokens travel in 8 bits, under tensor parallelism.

@@ -40,12 +40,14 @@ SERVED = {
     "float8_tensorwise": "float8",
     "float8_blockwise": "float8_block",
     "int4_weight": "int4",
+    "bitnet": "bitnet",
 }
 IN_BFLOAT16 = {
     "int8_rowcol",
     "float8_tensorwise",
     "float8_blockwise",
     "int4_weight",
+    "bitnet",
 }  # the others compute in float32
 
 
@@ -119,7 +121,7 @@ def _export(path: Path, base: Path, folder: Path, quantized: str, **keys: Any) -
     cfg = ExportConfig(quantized=quantized, **keys)
     checkpoint.export_hf(path, checkpoint.read_index(base), folder, cfg)
     found = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-    return _unpacked(found) if quantized == "int4" else found
+    return {"int4": _unpacked, "bitnet": _ternary}.get(quantized, dict)(found)
 
 
 def _unpacked(tensors: Tensors) -> Tensors:
@@ -133,6 +135,18 @@ def _unpacked(tensors: Tensors) -> Tensors:
         assert scale_NG.dtype == torch.bfloat16
         assert scale_NG.shape == (n, k // 32)
         found[f"{weight}_scale"] = scale_NG.float().repeat_interleave(32, 1)
+    return found
+
+
+def _ternary(tensors: Tensors) -> Tensors:
+    """Four rows of each byte as int8, by the layout that transformers documents; 1 / scale as a scale."""
+    found = dict(tensors)
+    for name in [each for each in tensors if tensors[each].dtype == torch.uint8]:
+        packed, scale_1 = tensors[name], tensors[f"{name}_scale"]
+        assert (scale_1.shape, scale_1.dtype) == ((1,), torch.bfloat16)
+        found[name] = torch.cat([(packed >> shift & 3).to(torch.int8) - 1 for shift in (0, 2, 4, 6)])
+        assert set(found[name].unique().tolist()) == {-1, 0, 1}
+        found[f"{name}_scale"] = 1 / scale_1.float()
     return found
 
 
@@ -176,7 +190,7 @@ def test_the_exported_weights_are_those_that_training_multiplies_by(
     linear.convert(model, _config(kind).precision)
     model.to_empty(device="cpu")
     checkpoint.load_weights(checkpoint.verify(trained[kind]), model)
-    largest = {"int8": 127.0, "int4": 1.0}.get(SERVED[kind], 448.0)
+    largest = {"int8": 127.0, "bitnet": 127.0, "int4": 1.0}.get(SERVED[kind], 448.0)
     layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     del layers["lm_head"]
     for name, layer in layers.items():
@@ -201,6 +215,9 @@ def _tokens(x: Tensor, quantized: str) -> Tensor:
     """
     if quantized in ("float8_block", "int4"):
         return x
+    if quantized == "bitnet":
+        inverse = 127 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        return (x * inverse).round().clamp(-128, 127) / inverse
     scale = x.abs().amax(-1, keepdim=True) / (127.5 if quantized == "int8" else 448)
     if quantized == "int8":
         return (x / scale).round().clamp(-128, 127) * scale
@@ -216,7 +233,7 @@ def test_transformers_loads_it_and_computes_by_the_rule_of_the_format(
 
     quantized, folder = SERVED[kind], tmp_path / "export"
     if quantized != "float8_block":
-        pytest.importorskip("compressed_tensors")
+        pytest.importorskip("accelerate" if quantized == "bitnet" else "compressed_tensors")
     tensors = _export(trained[kind], base, folder, quantized)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if quantized == "float8_block":  # activations are bfloat16 whatever was asked for, weights are not
@@ -231,7 +248,7 @@ def test_transformers_loads_it_and_computes_by_the_rule_of_the_format(
             layer = ours.get_submodule(name.removesuffix(".weight"))
             layer.register_forward_pre_hook(lambda _, inputs: (_tokens(inputs[0], quantized),))
     ids_BS = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # transformers compiles BitLinear's steps
         found, wanted = theirs(ids_BS).logits, ours(ids_BS).logits
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
@@ -343,6 +360,8 @@ def test_what_no_format_has_is_one_line_and_other_rounding_a_note(
         with pytest.raises(UserError, match=line):
             _export(path, of, tmp_path / "refused", "int8")
         assert not (tmp_path / "refused").exists()
+    with pytest.raises(UserError, match=r"three values .* trained with precision\.kind=bitnet survives"):
+        _export(rotated, base, tmp_path / "refused", "bitnet")
     # A run asks before it trains.
     model = checkpoint.read_base(str(stacked_base), print).build_on_meta()
     plan = linear.convert(model, "int8_rowcol")

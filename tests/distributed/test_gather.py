@@ -28,11 +28,11 @@ SIZES = (32, 160, 32, 16)
 last has its end; 32 rows are 11, 11 and 10, and 16 rows are 6, 6 and 4."""
 NUM_STEPS = 6
 ROWWISE = ("int8_rowcol", "int8_rotated", "float8_rowwise")
-PRECOMPUTED = ("int8_tensorwise", "float8_tensorwise", "float8_blockwise")
+PRECOMPUTED = ("int8_tensorwise", "float8_tensorwise", "float8_blockwise", "bitnet")
 KINDS = (*ROWWISE, *PRECOMPUTED, "float8_delayed")
 RUNS = (("high", True), ("low", True), ("low", False))
 """How weights are gathered, and whether they are resharded after forward."""
-STAND = ("int8_rowcol", "int8_tensorwise", "float8_blockwise", "float8_delayed")
+STAND = ("int8_rowcol", "int8_tensorwise", "float8_blockwise", "float8_delayed", "bitnet")
 """A kind for each way of scaling. The others pack and scale by the same code, as on one rank below."""
 OTHERS = tuple(kind for kind in KINDS if kind not in STAND)
 BY_STAND = pytest.mark.parametrize("kinds", [STAND, pytest.param(OTHERS, marks=pytest.mark.slow)])
@@ -139,9 +139,11 @@ def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], where:
 
 def _bytes(kind: str, gather: str, num_ranks: int) -> list[int]:
     """The closed form of what each layer's gather brings: weight and bias, rows padded alike. In order."""
-    header = HEADER_BYTES if kind in ROWWISE else 0
+    header, in_byte = HEADER_BYTES if kind in ROWWISE else 0, 4 if kind == "bitnet" else 1
     sizes = [(-(-n // num_ranks) * num_ranks, k) for k, n in itertools.pairwise(SIZES)]
-    return sorted(rows * (2 * k if gather == "high" else header + k) + 2 * rows for rows, k in sizes)
+    return sorted(
+        rows * (2 * k if gather == "high" else header + k // in_byte) + 2 * rows for rows, k in sizes
+    )
 
 
 def _check_kinds(rank: int, num_ranks: int, kinds: Sequence[str]) -> None:
@@ -229,7 +231,7 @@ def test_on_one_rank_every_way_of_multiplying_has_the_bits_of_a_high_gather(
     _assert_equal(*results)
 
 
-@pytest.mark.parametrize("kind", ["int8_rowcol", "int8_tensorwise", "float8_delayed", "float8_blockwise"])
+@pytest.mark.parametrize("kind", STAND)
 def test_a_scale_that_is_one_ulp_off_is_noticed(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def results() -> dict[str, Tensor]:
         # In float32: rounding the output to bfloat16 would hide an ulp of a scale nearly always.

@@ -23,6 +23,7 @@ LIBRARY = Path(linear.__file__).parents[1]
 NAMED_IN = {
     "config/precision.py",  # the list of names and keys
     "config/elsewhere.py",  # what other trainers' names are here, for messages
+    "config/schema.py",  # a format of exports that is called like its kind
     "config/recipes.py",  # the two ways to store a teacher
     "plan/from_counts.py",  # the rates of a GPU that is not here, by kind
     "plan/traffic.py",  # the kinds whose bytes the model of a GPU knows
@@ -136,7 +137,8 @@ def test_a_weight_in_shards_is_the_weight_to_the_bit(kind: Kind) -> None:
     w_NK = _operands()[1]
     starts = range(0, N, -(-N // NUM_RANKS))
     shards = [
-        Shard(w_NK[start : start + starts.step], start, N, kind.weight_block, w_NK.dtype) for start in starts
+        Shard(w_NK[at : at + starts.step], at, N, kind.weight_block, w_NK.dtype, kind.mean_scale)
+        for at in starts
     ]
     asked = list[Tensor]()
 
@@ -162,10 +164,10 @@ def test_a_packed_shard_has_the_bits_of_the_quantized_shard_in_compute_dtype(
     first, num_rows = N // 3, N - N // 3 + 2
 
     def agree(_: torch.Tensor) -> torch.Tensor:
-        return shard_amaxes([Shard(w_NK, 0, N, kind.weight_block, dtype)])[0]
+        return shard_amaxes([Shard(w_NK, 0, N, kind.weight_block, dtype, kind.mean_scale)])[0]
 
     def shard(rows_MK: torch.Tensor) -> Shard:
-        return Shard(rows_MK, first, N, kind.weight_block, dtype)
+        return Shard(rows_MK, first, N, kind.weight_block, dtype, kind.mean_scale)
 
     expected = kind.quantize_shard(spec, shard(w_NK[first:].to(dtype)), agree)
     quantized = kind.quantize_shard(spec, shard(w_NK[first:]), agree)

@@ -45,6 +45,7 @@ from torch import Tensor
 
 from lptune import numerics
 from lptune.linear import Kind, LinearSpec
+from lptune.linear.kinds.bitnet import Bitnet
 from lptune.linear.kinds.blockwise import Blockwise
 from lptune.linear.kinds.rowwise import Rowwise
 from lptune.linear.kinds.tensorwise import Tensorwise
@@ -401,6 +402,27 @@ def _(kind: Int4Weight, spec: LinearSpec, gemm: str, a: Tensor, b: Tensor) -> Op
     return exact(a), w.t() if gemm == "output" else w
 
 
+@low_operands.register
+def _(kind: Bitnet, spec: LinearSpec, gemm: str, a: Tensor, b: Tensor) -> Operands:
+    """W is -1, 0 or 1 times a scale: its error is known. x and g are rounded as by int8_rowcol."""
+    if gemm == "grad_weight":
+        rowwise: Operands = low_operands.dispatch(Rowwise)(kind, spec, gemm, a, b)
+        return rowwise
+    w, scale = _ternary(b)
+    if gemm == "output":
+        return _by_row(spec, a), w.t()
+    folded_TN = a.to(torch.float32) * scale
+    return _gradient(spec, folded_TN, (1, a.shape[1])), w.times(torch.full_like(b[:, :1], 1 / scale).double())
+
+
+def _ternary(w_NK: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Operand, float]:
+    """(W with the error of its three values, each rounded to `dtype`; their scale)."""
+    w64 = w_NK.double()
+    scale = 1 / float((1 / w64.abs().mean()).to(torch.bfloat16))
+    rounded_NK = ((w64 / scale).round().clamp(-1, 1) * scale).to(dtype)
+    return exact(w_NK).plus(known(rounded_NK.double() - w64)), scale
+
+
 def weight_scale_block(kind: Kind, w_NK: Tensor) -> tuple[int, int]:
     """(rows, columns) of the scale blocks of W in `output`."""
     n, k = w_NK.shape
@@ -418,8 +440,13 @@ def _operands(spec: LinearSpec | None, gemm: str, a: Tensor, b: Tensor) -> Opera
     """The operands of `gemm` with their errors; a and b as in `low_operands`."""
     if spec is not None and spec.is_low(gemm):
         return low_operands(spec.kind, spec, gemm, a, b)
+    is_ternary = spec is not None and isinstance(spec.kind, Bitnet) and spec.output == "low"
+    if gemm == "grad_weight" and is_ternary:  # by x as it was rounded for `output`
+        return exact(a.t()), dequantized(b, (1, b.shape[1]), "int8", power_of_two=False)
     if gemm == "grad_weight":
         return exact(a.t()), exact(b)
+    if is_ternary:
+        return exact(a), _ternary(b, b.dtype)[0]
     if spec is None or not spec.high_uses_8_bit_weight:
         return exact(a), exact(b.t() if gemm == "output" else b)
     block = weight_scale_block(spec.kind, b)

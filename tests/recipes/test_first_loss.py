@@ -32,6 +32,7 @@ def world() -> Iterator[distributed.World]:
         ("int8_rotated", 1, False),
         ("int8_weight_only", 300, False),
         ("int4_weight", 300, False),
+        ("bitnet", 300, False),
         ("none", 300, False),
     ],
 )

@@ -7,6 +7,7 @@ this package and the config differ in their kinds.
 
 from lptune.config import PRECISION_KINDS
 from lptune.linear.kind import KINDS
+from lptune.linear.kinds.bitnet import Bitnet
 from lptune.linear.kinds.blockwise import Float8Blockwise, Mxfp8
 from lptune.linear.kinds.rowwise import Float8Rowwise, Float8RowwiseWithGwHp, Int8Rotated, Int8Rowcol
 from lptune.linear.kinds.tensorwise import Float8Delayed, Float8Tensorwise, Int8Tensorwise
@@ -26,6 +27,7 @@ KINDS.update(
         Mxfp8(),
         Int8WeightOnly(),
         Int4Weight(),
+        Bitnet(),
     )
 )
 

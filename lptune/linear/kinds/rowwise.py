@@ -31,6 +31,8 @@ operands contiguous along the contraction (`k_major`).
 Shapes: T tokens, K in_features, N out_features.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,14 @@ class Rowwise(Kind):
     """x, W and g have a scale for each row or column. A gather of W or x sends each row with its scale."""
 
     row_scales = True
+    saves_rounded_x: ClassVar[bool] = False
+    """Whether grad_weight, also where it is high, multiplies by the x of `output`."""
+
+    def weight_rows(self, spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
+        """The 8-bit rows of a weight: quantized from the compute dtype, or as they were gathered."""
+        if not isinstance(w_NK, GatheredWeight):
+            return _rows(spec, w_NK, transposed=transposed)
+        return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
 
     def forward(
         self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
@@ -292,7 +302,8 @@ def _input_rows(
         x = _rows(spec, x_TK)
     else:
         return None, (x_TK,)
-    return x, x if spec.grad_weight == "folded" else (x_TK,)
+    assert isinstance(spec.kind, Rowwise)
+    return x, x if spec.grad_weight == "folded" or spec.kind.saves_rounded_x else (x_TK,)
 
 
 def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -304,10 +315,8 @@ def _high_weight(spec: LinearSpec, w_NK: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weight_rows(spec: LinearSpec, w_NK: Tensor, transposed: bool = False) -> QuantizedRows:
-    """The 8-bit rows of a weight: quantized from the compute dtype, or as they were gathered."""
-    if not isinstance(w_NK, GatheredWeight):
-        return _rows(spec, w_NK, transposed=transposed)
-    return QuantizedRows(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
+    assert isinstance(spec.kind, Rowwise)
+    return spec.kind.weight_rows(spec, w_NK, transposed)
 
 
 def _rotated_back(spec: LinearSpec, gradient: Tensor) -> Tensor:
@@ -364,7 +373,7 @@ def _grad_weight(
 ) -> Tensor:
     dtype, transposed = g_TN.dtype, k_major(g_TN.device)
     if spec.grad_weight == "high":
-        return g_TN.t() @ saved[0]
+        return g_TN.t() @ (saved[0] if len(saved) == 1 else dequantize(QuantizedRows(*saved), dtype))
     if spec.grad_weight == "folded":
         xq_TK, x_scale_T1 = saved
         g = _gradient_columns(spec, g_TN, x_scale_T1, layer)

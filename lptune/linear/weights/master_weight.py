@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lptune.base.errors import UserError
-from lptune.kernels import Packed, Quantized, dequantize_rotated, note_gather
+from lptune.kernels import Packed, Quantized, dequantize_rotated, note_gather, unpack_ternary
 from lptune.linear.dtensors import as_sharded, on_this_rank
 from lptune.linear.kind import Agree, LinearSpec, Shard
 from lptune.linear.weights.row_tensor import CUTTING, GatheredByRows, RowTensor
@@ -45,7 +45,7 @@ class GatheredWeight(RowTensor):
     CONTEXT = ("block", "rotated")
 
     q_NK: Tensor
-    """int8 or float8."""
+    """int8 or float8; uint8 (N, K / 4), four ternary codes in each."""
     scale: Tensor
     """float32: (N, 1), (1, 1), or (ceil(N / block), ceil(K / block))."""
     block: int | None
@@ -56,6 +56,8 @@ class GatheredWeight(RowTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """`q * scale` in float32, rounded once to `dtype` (None: self.dtype), as an ordinary tensor."""
         dtype = dtype or self.dtype
+        if self.q_NK.dtype == torch.uint8:
+            return dequantize(QuantizedTensor(unpack_ternary(self.q_NK), self.scale), dtype)
         if self.rotated:
             return dequantize_rotated((self.q_NK, self.scale), dtype)
         if self.block is None:
@@ -134,7 +136,8 @@ class MasterWeight(GatheredByRows):
         weight is sharded.
         """
         first, block = first_row(self.full_rows, mesh), self.spec.kind.weight_block
-        return Shard(self.rows_NK, first, self.full_rows, block, self.compute_dtype)
+        mean_scale = self.spec.kind.mean_scale
+        return Shard(self.rows_NK, first, self.full_rows, block, self.compute_dtype, mean_scale)
 
     def whole(self, quantized: Quantized, dtype: torch.dtype) -> RowTensor:
         """A GatheredWeight; counts the gather. Raises UserError if `dtype`, from FSDP's mixed-precision
@@ -146,13 +149,15 @@ class MasterWeight(GatheredByRows):
                 f"mixed-precision policy has param_dtype {dtype}; they must be the same"
             )
         note_gather(self.number, quantized.q_NK.untyped_storage().nbytes())
-        block = self.spec.kind.weight_block
-        context = {"block": block, "rotated": self.spec.rotated}
-        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, size=None, **context)
+        kind, (n, num_bytes) = self.spec.kind, quantized.q_NK.shape
+        context = {"block": kind.weight_block, "rotated": self.spec.rotated}
+        size = (n, num_bytes * kind.weights_in_byte)
+        return GatheredWeight(*quantized, dtype=dtype, full_rows=self.full_rows, size=size, **context)
 
     @property
     def row_dtype(self) -> torch.dtype:
-        return FORMATS[self.spec.fmt].dtype
+        kind = self.spec.kind
+        return torch.uint8 if kind.weights_in_byte > 1 else FORMATS[kind.fmt].dtype
 
     @property
     def header_bytes(self) -> int:
@@ -188,10 +193,10 @@ def is_master(tensor: Tensor) -> bool:
 
 def gather_bytes(shape: Sequence[int], num_ranks: int, spec: LinearSpec) -> int:
     """Bytes of the gathered buffer of a weight of `shape` (N, K), sharded over `num_ranks` ranks. Rows of
-    K bytes, with a header if they have their own scales; padding rows count too.
+    K bytes (ternary: K / 4), with a header if they have their own scales; padding rows count too.
     """
     rows = -(-shape[0] // num_ranks) * num_ranks
-    return rows * (spec.kind.header_bytes + shape[1])
+    return rows * (spec.kind.header_bytes + shape[1] // spec.kind.weights_in_byte)
 
 
 def planned_bytes(weight: Tensor, spec: LinearSpec) -> int:
@@ -199,7 +204,7 @@ def planned_bytes(weight: Tensor, spec: LinearSpec) -> int:
     a weight that is whole on one rank: the bytes of its 8-bit copy, which needs no headers.
     """
     if not isinstance(weight, DTensor):
-        return weight.numel()
+        return weight.numel() // spec.kind.weights_in_byte
     local = weight.to_local()
     rows = local.full_rows if isinstance(local, RowTensor) else weight.shape[0]
     return gather_bytes((rows, local.shape[1]), num_gathering_ranks(weight), spec)

@@ -16,8 +16,12 @@ from the amax, each rounded once.
 Rounding to the compute dtype is monotonic, so the amax of rounded rows is exactly the rounded amax. Float32
 rows need not be cast before they are measured.
 
+A mean of |W| is no maximum, but ranks agree on the sums of its rows in the same way: a rank has 0 for the
+rows of others, and no sum of |W| is below 0, so the maximum over ranks is the sum of the rank that has the
+row. What is said of amaxes holds for these sums.
+
 Shapes: N out_features of the whole weight, M of them on this rank, K in_features; B x C scale blocks, 1 x 1
-for a weight with one scale.
+for a weight with one scale, N x 1 for one with a mean.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lptune.kernels import LIVE, AmaxSource, Quantized, block_amaxes, quantize_by_amax, type_of
 from lptune.linear.kind import Shard
-from lptune.numerics import nan_as_inf
+from lptune.numerics import nan_as_inf, sums_of_rows
 
 
 def weight_changed(number: int) -> None:
@@ -70,16 +74,23 @@ def first_row(full_rows: int, mesh: DeviceMesh) -> int:
 
 @torch.no_grad()
 def shard_amaxes(shards: Sequence[Shard]) -> list[Tensor]:
-    """The amaxes (B, C) of each whole weight, measured on this rank's rows alone; 0 for blocks without such
-    rows. float32, of values rounded to the compute dtype.
+    """The amaxes (B, C) of each whole weight, or its sums of rows (N, 1), measured on this rank's rows alone;
+    0 without such rows. float32, of values rounded to the compute dtype.
     """
     amaxes = [torch.zeros(_grid(shard), dtype=torch.float32, device=shard.rows_MK.device) for shard in shards]
-    whole = [i for i, shard in enumerate(shards) if shard.block is None and shard.rows_MK.numel()]
+    whole = [
+        i
+        for i, shard in enumerate(shards)
+        if shard.block is None and not shard.mean_scale and shard.rows_MK.numel()
+    ]
     if whole:
         for i, norm in zip(whole, _amaxes([shards[i].rows_MK for i in whole]), strict=True):
             amaxes[i].copy_(norm.to(shards[i].compute_dtype).reshape(1, 1))
     for shard, amax_BC in zip(shards, amaxes, strict=True):
-        if shard.block is not None and shard.rows_MK.numel():
+        if shard.mean_scale:
+            rows_MK = shard.rows_MK.to(shard.compute_dtype)
+            amax_BC[shard.first_row : shard.first_row + len(rows_MK)] = sums_of_rows(rows_MK)
+        elif shard.block is not None and shard.rows_MK.numel():
             _measure_blocks(shard, shard.block, amax_BC)
     return amaxes
 
@@ -112,6 +123,8 @@ def _amaxes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _grid(shard: Shard) -> tuple[int, int]:
+    if shard.mean_scale:
+        return (shard.full_rows, 1)
     if shard.block is None:
         return (1, 1)
     return (-(-shard.full_rows // shard.block), -(-shard.rows_MK.shape[1] // shard.block))

@@ -80,15 +80,15 @@ def test_a_step_that_ran_as_planned_is_counted(kind: str, compiled: bool) -> Non
     scaling = linear.DelayedScaling(plan, torch.device("cpu"))
     with linear.verify_step(model, plan, 2) as verified:
         _step(torch.compile(model, fullgraph=True) if compiled else model, scaling=scaling)
-    num_low = len(PrecisionConfig(kind=kind).low_gemms())
-    assert (verified.num_gemms, verified.num_recomputed) == (num_low * 3 * 2, 0)
+    low = PrecisionConfig(kind=kind).low_gemms()
+    assert (verified.num_gemms, verified.num_recomputed) == (len(low) * 3 * 2, 0)
     # The first layer's grad_input is no need of training: no part of the fraction.
     sizes = (32 * 64, 64 * 32, 32 * 16)
-    all_flops = 2 * sizes[0] + 3 * sizes[1] + 3 * sizes[2]
-    low_flops = all_flops if num_low == 3 else sizes[0] + 2 * sizes[1] + 2 * sizes[2]
+    flops = {"output": sum(sizes), "grad_input": sum(sizes[1:]), "grad_weight": sum(sizes)}
+    low_flops = sum(flops[gemm] for gemm in low)
     if not linear.KINDS[kind].operations:  # it multiplies in compute dtype
         low_flops = 0
-    assert verified.low_precision_flops_fraction == pytest.approx(low_flops / all_flops)
+    assert verified.low_precision_flops_fraction == pytest.approx(low_flops / sum(flops.values()))
 
 
 @pytest.mark.parametrize(("kind", "gemm"), PLANTED)
