@@ -8,6 +8,7 @@ this package and the config differ in their kinds.
 from lptune.config import PRECISION_KINDS
 from lptune.linear.kind import KINDS
 from lptune.linear.kinds.blockwise import Float8Blockwise, Mxfp8
+from lptune.linear.kinds.nvfp4 import Nvfp4
 from lptune.linear.kinds.rowwise import Float8Rowwise, Float8RowwiseWithGwHp, Int8Rotated, Int8Rowcol
 from lptune.linear.kinds.tensorwise import Float8Delayed, Float8Tensorwise, Int8Tensorwise
 from lptune.linear.kinds.weight_only import Int4Weight, Int8WeightOnly
@@ -24,6 +25,7 @@ KINDS.update(
         Float8RowwiseWithGwHp(),
         Float8Blockwise(),
         Mxfp8(),
+        Nvfp4(),
         Int8WeightOnly(),
         Int4Weight(),
     )

@@ -90,7 +90,8 @@ def test_a_machine_with_two_h100_runs_all_kinds_and_is_told_published_speeds(gpu
     assert found["topology"].text.startswith("2 of 2 pairs reach each other's memory")
     assert found["NCCL"].text == "2.27.5"
     assert found["none"].text == "bf16 everywhere; GEMMs 990 TFLOP/s published"
-    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int4_weight"}:
+    assert found["nvfp4"].text.startswith("emulated")  # Hopper has no 4-bit GEMM
+    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int4_weight", "nvfp4"}:
         fmt = "int8" if kind.startswith("int8") else "float8"
         assert re.fullmatch(
             rf"native, by (lptune's Triton kernels|torch); {fmt} GEMMs 1,979 TFLOP/s published, 2.0x bf16",
