@@ -56,6 +56,7 @@ def convert_to_ours(kind: str, module: nn.Module) -> tuple[str, linear.Plan]:
         plan = linear.convert(module, PrecisionConfig(kind=kind, skip=()))
     except UserError:
         plan = linear.convert(module, PrecisionConfig(kind=kind, skip=(), emulate=True))
+    linear.StochasticRounding(module, plan, seed=0).start(0, 0)
     emulated = plan.backend(next(module.parameters()).device.type) == "emulation"
     return f"{kind} (emulated)" if emulated else kind, plan
 

@@ -75,6 +75,7 @@ def run(
     distributed.compile_forward([block], compile_, fullgraph=True)
     half_TK = (0.5 * x_TK).requires_grad_()
     scaling = linear.DelayedScaling(plan, torch.device("cpu"))  # empty, as in a first step
+    linear.StochasticRounding(block, plan, seed=0).start(0, 0)
     with linear.verify_step(block, plan, 1), scaling.step():
         out_TN = block(half_TK)
         out_TN.backward(2.0 * g_TN)

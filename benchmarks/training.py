@@ -45,6 +45,8 @@ VARIANTS: dict[str, list[str]] = {
     "float8_rowwise_with_gw_hp": ["precision.kind=float8_rowwise_with_gw_hp"],
     "float8_blockwise": ["precision.kind=float8_blockwise"],
     "mxfp8": ["precision.kind=mxfp8"],
+    "nvfp4": ["precision.kind=nvfp4"],
+    "nvfp4, last block high": ["precision.kind=nvfp4", "precision.skip=[lm_head,model.layers.1.*]"],
     "int8_weight_only": ["precision.kind=int8_weight_only"],
     "int4_weight": ["precision.kind=int4_weight"],
     "bitnet": ["precision.kind=bitnet"],

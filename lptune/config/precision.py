@@ -25,6 +25,8 @@ class KindKeys:
     """Whether weights are stored in 8 bits; gathers then bring what is stored."""
     for_servers: bool = False
     """Whether it is taken for what is served: training is to take back what it costs at first."""
+    rounds_stochastically: bool = False
+    """Whether it always quantizes gradients with stochastic rounding, whatever `stochastic_rounding` is."""
     needs_float8: bool = False
     """Whether a device without float8 GEMMs cannot run it, other than by `emulate`."""
     min_sqnr_db: float = 20.0
@@ -110,6 +112,15 @@ PRECISION_KINDS = {
         loss_change=(0.0116, 0.0007),
     ),
     "mxfp8": KindKeys(("block", "high"), ("block", "high"), ("e4m3",), loss_change=(0.0089, 0.0009)),
+    # Measured in healthy training: docs/shadow.md.
+    "nvfp4": KindKeys(
+        ("block", "high"),
+        ("block", "high"),
+        ("e2m1",),
+        True,
+        rounds_stochastically=True,
+        min_sqnr_db=8.0,
+    ),
     # Stored in INT8, multiplied in compute dtype: it has no 8-bit GEMM to switch off.
     "int8_weight_only": KindKeys(
         ("dequantized",),
@@ -143,9 +154,9 @@ class PrecisionConfig:
 
     kind: str = "none"
     """none | int8_rowcol | int8_rotated | int8_tensorwise | float8_tensorwise | float8_delayed |
-    float8_rowwise | float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | int8_weight_only (stored in INT8,
-    no master) | int4_weight (high GEMMs; weights rounded to 4 bits, for INT4 servers) | bitnet (ternary
-    weights, INT8 tokens: BitNet b1.58, from scratch)."""
+    float8_rowwise | float8_rowwise_with_gw_hp | float8_blockwise | mxfp8 | nvfp4 (4 bits) |
+    int8_weight_only (stored in INT8, no master) | int4_weight (high GEMMs; weights rounded to 4 bits, for
+    INT4 servers) | bitnet (ternary weights, INT8 tokens: BitNet b1.58, from scratch)."""
     output: str = "low"
     """low | high: precision of `output = x @ W.T`."""
     grad_input: str = "low"
@@ -158,7 +169,8 @@ class PrecisionConfig:
     """auto | e5m2 | e4m3: format of g for float8_tensorwise and float8_delayed (auto: e5m2)."""
     stochastic_rounding: bool = False
     """Quantize gradients with stochastic rounding: up or down at random, with the right mean. For kinds with
-    a scale per row, column or tensor. The random bits depend on seed, step, layer and element. Costs time."""
+    a scale per row, column or tensor; nvfp4 always does. The random bits depend on seed, step, layer and
+    element. Costs time."""
     emulate: bool = False
     """Multiply the same 8-bit operands in wider arithmetic: any kind runs on any device, slowly."""
     skip: tuple[str, ...] = ("lm_head",)
@@ -185,8 +197,8 @@ class PrecisionConfig:
     high precision from this step on. fallback gathers weights in compute dtype."""
     shadow_min_sqnr_db: float | None = None
     """The smallest signal-to-quantization-noise ratio, in dB, that a shadow check accepts of a GEMM. null: -3
-    with bitnet, 9 with int8_tensorwise, 12 with int4_weight, 15 with float8_tensorwise and float8_delayed, 20
-    with the other kinds."""
+    with bitnet, 8 with nvfp4, 9 with int8_tensorwise, 12 with int4_weight, 15 with float8_tensorwise and
+    float8_delayed, 20 with the other kinds."""
 
     def __post_init__(self) -> None:
         one_of("precision.kind", self.kind, tuple(PRECISION_KINDS))

@@ -373,6 +373,7 @@ def _expensive_ops() -> frozenset[Any]:
         aten.bmm.default,
         torch.ops.lptune.scaled_mm.default,
         torch.ops.lptune.block_scaled_mm.default,
+        torch.ops.lptune.nvfp4_mm.default,
         torch.ops.lptune.weight_only_mm.default,
         torch.ops.lptune.int4_weight_mm.default,
         torch.ops.lptune.grouped_mm.default,

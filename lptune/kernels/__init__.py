@@ -22,6 +22,7 @@ from lptune.kernels.grouped import (
     quantize_grouped_rows,
 )
 from lptune.kernels.layout import transposed_copy
+from lptune.kernels.nvfp4 import nvfp4_mm, quantize_nvfp4
 from lptune.kernels.packed_rows import HEADER_BYTES, Packed, Quantized, pack_rows, unpack_rows
 from lptune.kernels.quantize import (
     dequantize_rotated,
@@ -108,6 +109,7 @@ __all__ = [
     "layer_handle",
     "not_recorded",
     "note_gather",
+    "nvfp4_mm",
     "pack_rows",
     "quantize_blocks",
     "quantize_by_amax",
@@ -119,6 +121,7 @@ __all__ = [
     "quantize_grouped_rows",
     "quantize_mx",
     "quantize_mx_rows_and_columns",
+    "quantize_nvfp4",
     "quantize_packed_rows",
     "quantize_row_and_column_blocks",
     "quantize_rows",

@@ -32,10 +32,13 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     # torch: whole blocks of 128. Triton: any other blocks, also those of MX.
     "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
     "other_block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
+    # Blackwell's 4-bit tensor cores.
+    "fp4_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
     "quantize": {"cpu": ("native", "reference"), "cuda": ("triton", "reference")},
 }
 _FLOAT8_GEMMS = ("float8_gemm", "float8_rowwise_gemm", "float8_odd_gemm", "block_gemm", "other_block_gemm")
 _TRITON_CAPABILITY = (8, 0)  # Ampere
+_FP4_CAPABILITY = (10, 0)  # Blackwell
 _TRIALS = {"float8_rowwise_gemm": "cublaslt_rowwise", "block_gemm": "cublaslt_blocks"}
 NAMES = ("torch", "triton", "native", *INSTRUCTION_SETS, "float32", "reference")
 
@@ -117,6 +120,8 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     if backend == "native":
         return native.available()
     capability = compute_capability()
+    if operation == "fp4_gemm":
+        return capability >= _FP4_CAPABILITY
     if backend == "torch" and operation == "block_gemm":
         return cublaslt.has_vector_scales()
     least = FLOAT8_CAPABILITY if operation in _FLOAT8_GEMMS else _TRITON_CAPABILITY

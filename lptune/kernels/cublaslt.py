@@ -1,4 +1,4 @@
-"""Float8 GEMMs of torch on CUDA: cuBLASLt, or CUTLASS for row scales that cuBLASLt lacks.
+"""GEMMs of torch on CUDA for float8 and NVFP4: cuBLASLt, or CUTLASS for row scales that cuBLASLt lacks.
 
 Requirements of each call; torch refuses other operands:
 
@@ -9,10 +9,12 @@ Requirements of each call; torch refuses other operands:
     blocks       Hopper with CUDA 12.9; contraction and columns multiples of 128. A scale per 1 x 128 of a
                  row is stored rows first (stride 1 along the rows); those of 128 x 128 squares contraction
                  first, padded to a multiple of 4
+    NVFP4        Blackwell; two numbers of 4 bits in a byte, the first in the low half; contraction a multiple
+                 of 32. The e4m3 scales of 128 rows x 4 blocks lie together, see `_tiled`
 
 The rules for blocks come from torch's ScaledBlas.cpp and the documentation of cuBLAS ("1D and 128x128 2D
-block scaling"); tests/kernels/test_cublaslt.py checks that the calls follow them, and on a GPU
-what they compute.
+block scaling", "1D block scaling factors layout"); tests/kernels/test_cublaslt.py and test_nvfp4.py check
+that the calls follow them, and the first on a GPU what they compute. No call for NVFP4 has run on a GPU yet.
 """
 
 import functools
@@ -103,6 +105,47 @@ def block_scaled_mm(
         recipe_b,
         output_dtype=out_dtype,
     )
+
+
+def nvfp4_mm(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    tensor_scale_a_11: Tensor,
+    tensor_scale_b_11: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """As `kernels.nvfp4_mm`, with b and its scales by rows; N a multiple of 16."""
+    recipes = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    layouts = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(
+        _packed(a_MK),
+        _packed(b_NK).t(),
+        [_tiled(scale_a), tensor_scale_a_11],
+        recipes,
+        [_tiled(scale_b), tensor_scale_b_11],
+        recipes,
+        layouts,
+        layouts,
+        output_dtype=out_dtype,
+    )
+
+
+def _packed(q_MK: Tensor) -> Tensor:
+    """Numbers of e2m1 as two codes in a byte: the sign and the number's place among the 8 magnitudes."""
+    magnitudes = torch.tensor((0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=q_MK.device)
+    q32 = F.pad(q_MK.to(torch.float32), (0, -q_MK.shape[1] % 32))
+    code = torch.bucketize(q32.abs(), magnitudes, right=True) + 8 * q32.signbit()
+    return (code[:, ::2] + 16 * code[:, 1::2]).to(torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+def _tiled(scale: Tensor) -> Tensor:
+    """Scales (rows, blocks) in tiles of 128 x 4, padded with zeros. Row r of a tile is at r % 32, r // 32."""
+    rows, blocks = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.contiguous().view(scale.dtype).flatten()
 
 
 def _ones(size: tuple[int, int], device: torch.device) -> Tensor:

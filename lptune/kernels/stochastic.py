@@ -117,15 +117,7 @@ def _quantize(
     """(q, scale, q again). twice: q is stored row by row, and again column by column; else there is no
     second q.
     """
-    key, micro_batch = int(layer[KEY]), int(layer[MICRO_BATCH])
-    if key == 0:
-        raise RuntimeError(
-            "stochastic rounding has no random key: call low.micro_batch(number) of linear.LowPrecision "
-            "before each forward and backward"
-        )
-    if part := int(layer[PART]):
-        key = numerics.random_key(key, part, "part")
-    key, first = key ^ _SALTS[dim], micro_batch * x_MK.numel()
+    key, first = _key_and_first(layer, dim, x_MK.numel())
     backend = choose_backend("quantize", x_MK.device.type)
     if backend == "triton":
         quantize = triton_kernels().quantize_stochastic
@@ -145,11 +137,36 @@ def _quantize(
     return stored(q, transposed), scale, stored_by_columns(q) if twice else q[:0]
 
 
+def random_bits(layer: Tensor, dim: int, like: Tensor) -> Tensor:
+    """Uniform numbers in [0, 1) for the elements of a gradient, of the shape of `like`. layer, dim: as of
+    `quantize_stochastic`.
+    """
+    return _uniform(*_key_and_first(layer, dim, like.numel()), like)
+
+
+def _key_and_first(layer: Tensor, dim: int, num_elements: int) -> tuple[int, int]:
+    """The random key of a gradient of so many elements, and the index of its first one."""
+    key, micro_batch = int(layer[KEY]), int(layer[MICRO_BATCH])
+    if key == 0:
+        raise RuntimeError(
+            "stochastic rounding has no random key: call low.micro_batch(number) of linear.LowPrecision "
+            "before each forward and backward"
+        )
+    if part := int(layer[PART]):
+        key = numerics.random_key(key, part, "part")
+    return key ^ _SALTS[dim], micro_batch * num_elements
+
+
+def _uniform(key: int, first: int, like: Tensor) -> Tensor:
+    return numerics.uniform(
+        key, torch.arange(first, first + like.numel(), device=like.device).view(like.shape)
+    )
+
+
 def _round(x: Tensor, inverse: Tensor, fmt: str, key: int, first: int) -> Tensor:
     """x * inverse, rounded stochastically; `first`: index of the first element, for its random bits."""
-    index = torch.arange(first, first + x.numel(), device=x.device).view(x.shape)
-    random = numerics.uniform(key, index)
-    return numerics.stochastic_round_to(x.to(torch.float32) * inverse, FORMATS[fmt], random).contiguous()
+    scaled = x.to(torch.float32) * inverse
+    return numerics.stochastic_round_to(scaled, FORMATS[fmt], _uniform(key, first, x)).contiguous()
 
 
 def _empty_weight_rows(w_MK: Tensor) -> QuantizedRows:
@@ -205,5 +222,4 @@ def round_to_bfloat16(x_MK: Tensor, key: int, first: int) -> Tensor:
         return rounded
     if backend == "native":
         return native.round_to_bfloat16(x_MK, key, first)
-    index = torch.arange(first, first + x_MK.numel(), device=x_MK.device).view(x_MK.shape)
-    return numerics.stochastic_round_to_bfloat16(x_MK, numerics.uniform(key, index))
+    return numerics.stochastic_round_to_bfloat16(x_MK, _uniform(key, first, x_MK))

@@ -80,7 +80,7 @@ class LinearSpec(NamedTuple):
             grad_input=precision.resolved_grad_input,
             grad_weight=precision.resolved_grad_weight,
             emulate=precision.emulate,
-            stochastic=precision.stochastic_rounding,
+            stochastic=precision.stochastic_rounding or kind.keys.rounds_stochastically,
             gathers_low=precision.gathers_low,
             token_gather=precision.tp_all_gather if precision.gathers_tokens_low else "high",
         )
@@ -132,7 +132,7 @@ class Kind(ABC):
     name: ClassVar[str]
     """The value of `precision.kind` that selects this kind."""
     fmt: ClassVar[str]
-    """Format of x and W, a key of numerics.FORMATS; int4 of W alone."""
+    """Format of x and W, a key of numerics.FORMATS; or e2m1, or int4 of W alone."""
     power_of_two: ClassVar[bool] = False
     """Whether all scales are powers of two."""
     rotated: ClassVar[bool] = False

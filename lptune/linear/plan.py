@@ -125,12 +125,13 @@ class Plan:
     @property
     def gemm_name(self) -> str:
         """What messages call the GEMMs of this plan that kernels count (`record_gemms`): "8-bit GEMMs", or
-        "GEMMs from 8-bit weights" (4-bit) if they multiply in compute dtype.
+        "GEMMs from 8-bit weights" if they multiply in compute dtype; "4-bit" for formats of 4 bits.
         """
-        specs = [layer.spec for layer in self.converted if layer.spec and not layer.spec.multiplies_in_8_bits]
+        specs = [layer.spec for layer in self.converted if layer.spec]
         if not specs:
             return "8-bit GEMMs"
-        return f"GEMMs from {'4-bit' if specs[0].fmt == 'int4' else '8-bit'} weights"
+        width = "4-bit" if specs[0].fmt in ("int4", "e2m1") else "8-bit"
+        return f"{width} GEMMs" if specs[0].multiplies_in_8_bits else f"GEMMs from {width} weights"
 
     @property
     def flops_per_token(self) -> float:

@@ -49,6 +49,9 @@ INT8 = Format("int8", torch.int8, 127.0)
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, mantissa_bits=3, min_exponent=-6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, mantissa_bits=2, min_exponent=-14)
 
+E2M1 = Format("e2m1", torch.float8_e4m3fn, 6.0, mantissa_bits=1, min_exponent=0)
+"""Four bits, held in e4m3, which has all its numbers. Not in FORMATS, it has other scales (nvfp4.py)."""
+
 INT4 = Format("int4", torch.int8, 7.0)
 """Codes of -7 to 7 in int8. Not in FORMATS, since no kernel multiplies in it (groups.py)."""
 

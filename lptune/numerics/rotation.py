@@ -39,13 +39,14 @@ def rotate(x_MK: Tensor) -> Tensor:
     """`x @ H` in float32; its own inverse. x_MK: any float dtype, (M, K)."""
     x32 = x_MK.to(torch.float32)
     parts = [
-        _rotate_blocks(x32[:, start : start + block * count].unflatten(1, (count, block))).flatten(1)
+        rotate_blocks(x32[:, start : start + block * count].unflatten(1, (count, block))).flatten(1)
         for start, block, count in rotation_runs(x_MK.shape[1])
     ]
     return torch.cat(parts, 1) if parts else torch.empty_like(x32)
 
 
-def _rotate_blocks(x_MCB: Tensor) -> Tensor:
+def rotate_blocks(x_MCB: Tensor) -> Tensor:
+    """Each block of B elements, a power of two, times Sylvester's matrix / sqrt(B). x_MCB: float32."""
     block, half = x_MCB.shape[2], 1
     while half < block:
         a, b = x_MCB.unflatten(2, (block // (2 * half), 2, half)).unbind(3)

@@ -156,10 +156,12 @@ class UtilizationMeter:
             say(f"note: no mfu: the peak of {name} is not known (lptune/hardware/devices.py has others)")
             return
         self._high = self._known.bf16 if compute_dtype == torch.bfloat16 else None
-        formats = {layer.spec.fmt for layer in plan.converted if layer.spec}
-        self._low = self._known.peak(formats.pop()) if formats else self._known.bf16
+        specs = [layer.spec for layer in plan.converted if layer.spec and layer.spec.multiplies_in_8_bits]
+        fmt = specs[0].fmt if specs else "bf16"  # all layers of a plan have one kind
+        self._low = self._known.peak(fmt)
         if self._high is None or self._low is None:
-            what = f"{compute_dtype}".removeprefix("torch.") if self._high is None else "float8"
+            low = "4 bits" if fmt == "e2m1" else "float8"
+            what = f"{compute_dtype}".removeprefix("torch.") if self._high is None else low
             say(f"note: bf16_mfu, but no mfu: the peak of {name} in {what} is not known")
 
     def __call__(

@@ -58,7 +58,7 @@ def describe_run(
     return [
         f"steps {step} to {num_steps} of {cfg.global_batch_size} rows x {cfg.data.seq_len} tokens on "
         f"{describe_mesh(model, world)}",
-        f"attention by {attention}" + (f", 8-bit GEMMs by {backend}" if backend else ""),
+        f"attention by {attention}" + (f", {plan.gemm_name} by {backend}" if backend else ""),
         *(f"note: {note}" for note in [*emulated, *_notes(model, cfg, num_steps)]),
     ]
 

@@ -81,6 +81,7 @@ ARGUMENTS = [
     ("model.path=", "model.path: is empty; name a file or folder"),
     # A word of another trainer gets what it is here, and no lookalike.
     ("precision.kind=fp8", "here that is float8_tensorwise or float8_rowwise"),
+    ("precision.kind=fp4", "here that is nvfp4"),
     ("precision.kind=int4", "did you mean 'int4_weight'?"),
     ("device=gpu", "here that is cuda"),
     ("learning_rate=1", "here that is optimizer.lr"),

@@ -66,7 +66,9 @@ def _plan(sequence: bool) -> dict[str, Any]:
 
 
 def _convert(model: nn.Module, kind: str) -> linear.Plan:
-    return linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int8")))
+    plan = linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int8")))
+    linear.StochasticRounding(model, plan, seed=0).start(0, 0)
+    return plan
 
 
 def _train(model: nn.Module, plan: linear.Plan, rank: int, num_ranks: int) -> dict[str, Tensor]:

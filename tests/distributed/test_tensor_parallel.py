@@ -66,6 +66,7 @@ def build(world: distributed.World, cfg: FinetuneConfig, config: models.DecoderC
     model: Any = models.build_on_meta(config)
     plan = linear.convert(model, cfg.precision, device=world.device)
     model.scaling = linear.DelayedScaling(plan, world.device, world.max_, world.data_size)
+    linear.StochasticRounding(model, plan, seed=0).start(0, 0)
     distributed.parallelize(model, world, cfg)
     distributed.materialize(model, world, cfg)
     whole, fused = models.build_on_meta(config), distributed.fused_rows(model)

@@ -37,6 +37,7 @@ def _results(kind: str, device: str, emulate: bool, compiled: bool) -> dict[str,
     run = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
     x = x.to(device).requires_grad_()
     scaling = linear.DelayedScaling(plan, torch.device(device))
+    linear.StochasticRounding(layer, plan, seed=0).start(0, 0)
     with linear.verify_step(layer, plan, 1) as verified, scaling.step():
         out = run(x)
         out.backward(g.to(device))

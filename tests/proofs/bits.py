@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 KINDS = (
     "none", "int8_rowcol", "int8_rotated", "int8_tensorwise", "float8_tensorwise", "float8_delayed",
-    "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "int8_weight_only",
+    "float8_rowwise", "float8_rowwise_with_gw_hp", "float8_blockwise", "mxfp8", "nvfp4", "int8_weight_only",
     "int4_weight", "bitnet",
 )  # fmt: skip
 NUMBERS = ("num_target_tokens", "lr", "loss", "grad_norm", "eval_loss")

@@ -47,9 +47,10 @@ from lptune.config import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from lptune.kernels import LIVE, NUMBER, LayerAmaxes, layer_handle
+from lptune.kernels import KEY, LIVE, NUMBER, LayerAmaxes, layer_handle
 from lptune.linear import module as linear_module
 from lptune.linear.module import low_precision_linear
+from lptune.numerics import random_key
 from tests.proofs.noise import predicted_errors, relative_error
 
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -157,6 +158,7 @@ def _run(cell: Cell, fused: bool, world: distributed.World, taps: "Taps", outcom
         for step in range(NUM_STEPS):
             tokens_BS = torch.randint(0, 256, (BATCH, SEQ_LEN + 1), generator=generator)
             with linear.verify_step(model, plan, 1) as verified, low.step(step, num_passes=1):
+                low.micro_batch(0)
                 with autocast:
                     loss = model(tokens_BS[:, :-1], None, tokens_BS[:, 1:])
                 (loss / tokens_BS.numel()).backward()
@@ -228,13 +230,14 @@ def _check_first_step(model: models.Decoder, plan: linear.Plan, taps: "Taps", ou
         plain = linear.dequantized(weight)
         full = plain.full_tensor() if isinstance(plain, DTensor) else plain
         w_NK = full.detach().to(seen["x"].dtype)
-        alone = _alone(layer.spec, again, w_NK, seen["g"])
+        key = max(1, random_key(0, 0, layer.name))  # of the first step, for stochastic rounding
+        alone = _alone(layer.spec, again, w_NK, seen["g"], key)
         recomputed = taps.get((layer.number, "output again"))
         if recomputed is not None and layer.spec.is_low("output"):
             # The GEMM's result is kept, or the GEMM runs again.
             same = torch.equal(recomputed, seen["output"]) or torch.equal(recomputed, alone["output"])
             outcome.check(same, f"{layer.name}: other bits in the recomputed output")
-        alone["output"] = _alone(layer.spec, seen["x"], w_NK, seen["g"])["output"]
+        alone["output"] = _alone(layer.spec, seen["x"], w_NK, seen["g"], key)["output"]
         predicted = predicted_errors(layer.spec, again, w_NK, seen["g"])
         predicted["output"] = predicted_errors(layer.spec, seen["x"], w_NK, seen["g"])["output"]
         truth = _truth(again, w_NK, seen["g"]) | {"output": _truth(seen["x"], w_NK, seen["g"])["output"]}
@@ -253,14 +256,16 @@ def _check_first_step(model: models.Decoder, plan: linear.Plan, taps: "Taps", ou
             outcome.errors[gemm] = max(outcome.errors.get(gemm, 0.0), error / bound)
 
 
-def _alone(spec: linear.LinearSpec, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor) -> dict[str, Tensor]:
+def _alone(spec: linear.LinearSpec, x_TK: Tensor, w_NK: Tensor, g_TN: Tensor, key: int) -> dict[str, Tensor]:
     """The layer by itself, eagerly, under a number of its own: with an empty history for delayed scaling."""
     if spec.kind.keys.stores_low:
         return {"output": x_TK @ w_NK.t(), "grad_input": g_TN @ w_NK, "grad_weight": g_TN.t() @ x_TK}
     x_TK, w_NK = x_TK.clone().requires_grad_(), w_NK.clone().requires_grad_()
     number = LIVE.enter()
     LIVE[number].amaxes = LayerAmaxes(torch.zeros(3), torch.zeros(3), lambda: True)
-    out_TN = low_precision_linear(x_TK, w_NK, layer_handle(number), spec)
+    handle = layer_handle(number)
+    handle[KEY] = key
+    out_TN = low_precision_linear(x_TK, w_NK, handle, spec)
     out_TN.backward(g_TN)
     LIVE.leave(number)
     assert x_TK.grad is not None

@@ -137,8 +137,8 @@ FAULTS = [
     ),
     Fault(
         "kernels/stochastic.py",
-        "key, first = key ^ _SALTS[dim], micro_batch * x_MK.numel()",
-        "key, first = key ^ _SALTS[dim], 0",
+        "return key ^ _SALTS[dim], micro_batch * num_elements",
+        "return key ^ _SALTS[dim], 0",
         "kernels/test_stochastic.py proofs/test_equivalence.py",
     ),
     Fault(

@@ -160,6 +160,7 @@ def _utilization(
         ("NVIDIA GeForce RTX 4090", "int8_rowcol", 165.2e12, 660.6e12),
         # Float8 that is summed in float32, at half the rate of INT8.
         ("NVIDIA GeForce RTX 4090", "float8_tensorwise", 165.2e12, 330.3e12),
+        ("NVIDIA H100 80GB HBM3", "int4_weight", 989.5e12, 989.5e12),  # it multiplies in bfloat16
     ],
 )
 def test_mfu_is_the_time_at_the_peaks_of_that_very_device(
@@ -192,6 +193,7 @@ def test_a_dtype_without_a_peak_has_no_mfu_and_says_so(monkeypatch: pytest.Monke
     for name, kind, dtype, word in (
         ("NVIDIA A100-SXM4-80GB", "float8_rowwise", "bfloat16", "float8"),
         ("NVIDIA H200", "int8_rowcol", "float32", "float32"),
+        ("NVIDIA H200", "nvfp4", "bfloat16", "4 bits"),
     ):
         meter, _, said = _utilization(monkeypatch, name, kind, dtype=dtype)
         used = meter(0.5, LENGTHS, 0.75)

@@ -9,6 +9,7 @@ from lptune.config import PRECISION_KINDS
 from lptune.linear.kind import KINDS
 from lptune.linear.kinds.bitnet import Bitnet
 from lptune.linear.kinds.blockwise import Float8Blockwise, Mxfp8
+from lptune.linear.kinds.nvfp4 import Nvfp4
 from lptune.linear.kinds.rowwise import Float8Rowwise, Float8RowwiseWithGwHp, Int8Rotated, Int8Rowcol
 from lptune.linear.kinds.tensorwise import Float8Delayed, Float8Tensorwise, Int8Tensorwise
 from lptune.linear.kinds.weight_only import Int4Weight, Int8WeightOnly
@@ -25,6 +26,7 @@ KINDS.update(
         Float8RowwiseWithGwHp(),
         Float8Blockwise(),
         Mxfp8(),
+        Nvfp4(),
         Int8WeightOnly(),
         Int4Weight(),
         Bitnet(),

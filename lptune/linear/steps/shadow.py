@@ -48,6 +48,7 @@ from lptune.linear.module import LowPrecisionLinear, compute_weight
 from lptune.linear.plan import Plan
 from lptune.linear.weights.master_weight import plain_rows
 from lptune.linear.weights.row_tensor import RowTensor
+from lptune.numerics.formats import E2M1
 
 _BLOCK = 2**22
 """Elements that are compared at a time: the float32 copies of a block are all that a comparison allocates."""
@@ -283,7 +284,8 @@ class _Operands(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ops = torch.ops.lptune
-        if func in (ops.scaled_mm.default, ops.block_scaled_mm.default, ops.grouped_mm.default):
+        of_two = (ops.scaled_mm.default, ops.block_scaled_mm.default, ops.nvfp4_mm.default)
+        if func in (*of_two, ops.grouped_mm.default):
             gemm = GEMMS[args[[each.name for each in func._schema.arguments].index("gemm")]]
         elif func is ops.grouped_outer.default:
             gemm = "grad_weight"
@@ -291,18 +293,19 @@ class _Operands(TorchDispatchMode):
             gemm = None
         if gemm is not None:
             for name, q in zip(_OPERANDS[gemm], args[:2], strict=True):
-                self.counts.append((gemm, name, *_count(q)))
+                is_fp4 = func is ops.nvfp4_mm.default  # held in float8
+                self.counts.append((gemm, name, *_count(q, E2M1.max if is_fp4 else None)))
         return func(*args, **(kwargs or {}))
 
 
-def _count(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(number of non-zero elements, number of elements of the largest magnitude)."""
+def _count(q: Tensor, largest: float | None) -> tuple[Tensor, Tensor]:
+    """(number of non-zero elements, number of elements of the largest magnitude). None: that of the dtype."""
     if q.dtype == torch.int8:
         return q.count_nonzero(), (q.abs() == 127).sum()
     # By their bits: the sign is the first, and magnitudes are in the order of the others.
-    largest = torch.tensor(torch.finfo(q.dtype).max, dtype=q.dtype).view(torch.uint8).item()
+    bits = torch.tensor(largest or torch.finfo(q.dtype).max, dtype=q.dtype).view(torch.uint8).item()
     magnitude = q.view(torch.uint8) & 0x7F
-    return magnitude.count_nonzero(), (magnitude == largest).sum()
+    return magnitude.count_nonzero(), (magnitude == bits).sum()
 
 
 def _sums(low: Tensor, high: Tensor) -> Tensor:

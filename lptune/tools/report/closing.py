@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lptune.base import progress
 from lptune.base.text import duration_text
+from lptune.config import PRECISION_KINDS
 from lptune.tools.report.page import write_page
 from lptune.tools.report.run import Run, read_run
 from lptune.tools.report.summary import Summary, summary
@@ -68,7 +69,8 @@ def _held_out(run: Run, found: Summary) -> str:
 def _share(kind: str, found: Summary) -> str:
     if kind == "none" or found.low_fraction is None:
         return ""
-    return f"{kind} ran {found.low_fraction:.0%} of the FLOPs of the linear layers in 8 bits"
+    bits = 4 if kind in PRECISION_KINDS and "e2m1" in PRECISION_KINDS[kind].grad_formats else 8
+    return f"{kind} ran {found.low_fraction:.0%} of the FLOPs of the linear layers in {bits} bits"
 
 
 def _shadow(run: Run) -> str:

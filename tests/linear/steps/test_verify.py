@@ -45,7 +45,9 @@ def _step(model: nn.Module, num_passes: int = 2, scaling: linear.DelayedScaling 
 
 def _convert(model: nn.Module, kind: str) -> linear.Plan:
     # Float8 has no GEMM on a CPU: emulated there.
-    return linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int")))
+    plan = linear.convert(model, PrecisionConfig(kind=kind, emulate=not kind.startswith("int")))
+    linear.StochasticRounding(model, plan, seed=0).start(0, 0)
+    return plan
 
 
 def _plant(model: Any, name: str, **gemms: str) -> None:

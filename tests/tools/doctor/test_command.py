@@ -88,7 +88,8 @@ def test_a_machine_with_two_h100_runs_all_kinds_and_its_speed_is_compared(gpus: 
     assert found["topology"].text.startswith("2 of 2 pairs reach each other's memory")
     assert found["NCCL"].text == "2.27.5"
     assert found["none"].text == "bf16 everywhere"
-    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int4_weight"}:
+    assert found["nvfp4"].text.startswith("emulated")  # Hopper has no 4-bit GEMM
+    for kind in set(PRECISION_KINDS) - {"none", "int8_weight_only", "int4_weight", "nvfp4"}:
         assert re.fullmatch("native, by (lptune's Triton kernels|torch)", found[kind].text), kind
     assert "others" not in found
     slow = found["bf16 GEMM"]
