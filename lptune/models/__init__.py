@@ -5,8 +5,8 @@
     loss_sum = model(tokens_BS, DocumentBounds(...), labels_BS)
     log_p_BS = model(tokens_BS, DocumentBounds(...), labels_BS, loss=log_probabilities)
 
-Models do not know of precision and sharding. Names that need torch are imported at their first use, so that
-reading configs and presets does not import torch.
+Models do not know of precision and sharding, only of rows that ranks share (context.py). Names that need
+torch are imported at their first use, so that reading configs and presets does not import torch.
 """
 
 import importlib
