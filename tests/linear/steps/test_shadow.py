@@ -104,7 +104,8 @@ def test_the_errors_are_those_of_the_three_gemms(kind: str) -> None:
     # noise. float8_rowwise_with_gw_hp has a grad_weight in float32, with no error but that rounding.
     for ours, theirs in zip(found[:4], expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3) or (ours == math.inf and theirs > 100)
-    assert min(found[:3]) > 15
+    # Three values leave normal numbers an error of 0.51, 5.8 dB.
+    assert min(found[:3]) > (5 if kind == "bitnet" else 15)
 
 
 @pytest.mark.parametrize(
