@@ -14,7 +14,7 @@ from pathlib import Path
 from lptune.base.errors import UserError
 from lptune.checkpoint import manifest, sums
 from lptune.checkpoint.manifest import FileEntry
-from lptune.checkpoint.storage import Storage
+from lptune.checkpoint.storage import Storage, StorageError
 
 _AT_ONCE = 2
 _SEALS = re.compile(rf"(checkpoints/step-[0-9]+/)?{manifest.NAME}|(export/)?{sums.NAME}")
@@ -35,6 +35,8 @@ def verify_address(address: str) -> Iterator[tuple[str, str, list[str]]]:
         try:
             about, files = _listed(storage, seal, sizes, where)
         except UserError as error:
+            if isinstance(error, StorageError):
+                raise
             faults = [str(error)]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = pool.map(partial(_fault, storage, sizes), files, files.values())

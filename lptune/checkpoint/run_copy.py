@@ -143,7 +143,7 @@ class RunCopy:
         each, `checkpoint` is what this one has written.
         """
         name, what, is_copied = step_folder_name(step), "is not copied", False
-        final = checkpoint.with_name(name)
+        final = checkpoint.with_name(name) if self._folder.own_disks else checkpoint
         try:
             with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
                 with group.together(_ERRORS, why):
@@ -269,8 +269,8 @@ class RunCopy:
     def _found(self) -> dict[int, set[str]]:
         """Step -> names of the objects of its checkpoint, with a seal or without."""
         found: dict[int, set[str]] = {}
-        for path in self._storage.paths("checkpoints"):
-            if match := re.search(r"/checkpoints/step-([0-9]{8,})/([^/]+)$", path):
+        for name in self._storage.sizes("checkpoints"):
+            if match := re.search(r"(?:^|/)step-([0-9]{8,})/([^/]+)$", name):
                 found.setdefault(int(match[1]), set()).add(match[2])
         return found
 

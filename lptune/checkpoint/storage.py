@@ -60,14 +60,10 @@ class Storage:
         self._root = str(root).rstrip("/")
         self._is_disk = isinstance(self._files, LocalFileSystem)
 
-    def paths(self, place: str) -> list[str]:
-        """The paths of all objects in `place`, with what is before it; none if nothing is there."""
-        with self._named(place):
-            self._files.invalidate_cache()
-            return list(self._files.find(self._path(place)))
-
     def sizes(self, place: str = "") -> dict[str, int]:
-        """The names of all objects in `place`, relative to it, and their sizes in bytes."""
+        """The names of all objects in `place`, relative to it, and their sizes in bytes; none if nothing is
+        there.
+        """
         root = self._path(place).rstrip("/")
         with self._named(place):
             self._files.invalidate_cache()

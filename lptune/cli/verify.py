@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from lptune.base.errors import UserError
+from lptune.base.text import printable
 from lptune.cli.download import verify_digests
 from lptune.cli.places import PathArgument
 from lptune.config import check_address
@@ -81,7 +82,8 @@ def _verify_address(address: str) -> None:
     num_bad, num = 0, 0
     for place, about, faults in verify_address(address):
         num, num_bad = num + 1, num_bad + bool(faults)
-        click.echo("\n".join(f"bad: {fault}" for fault in faults) or f"ok: {place}: {about}")
+        for line in [f"bad: {fault}" for fault in faults] or [f"ok: {place}: {about}"]:
+            click.echo(printable(line))
     if num_bad:
         raise UserError(f"{address}: {num_bad} of {num} are bad; see above")
 

@@ -1,5 +1,5 @@
 """Logs: rank 0 prints to the console, every other rank to a file of its own, OUTPUT_DIR/logs/rank-N.log.
-Rank 0 has one for tracebacks of lost connections, which explain nothing.
+Tracebacks of lost connections, which explain little, are written to one of rank 0, too (watch.py).
 
 The file descriptors are redirected, so that output of NCCL, gloo or an aborting C++ runtime is caught as
 well. This begins before the recipe is imported, when it is not yet known whether the run's folder may be
@@ -29,24 +29,14 @@ def redirect_output() -> None:
     if folder is None or rank == "0" or not os.path.isdir(folder):  # a folder of another launch
         return
     path = Path(folder, f"rank-{rank}.log")
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_header())
-        file.flush()
-        _point_streams_to(file.fileno())
-
-
-def add_to_log(text: str) -> None:
-    """Writes `text` to the log of this rank, which prints elsewhere. There must be a folder for logs."""
-    path = Path(os.environ[LOGS], f"rank-{os.environ['RANK']}.log")
-    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-        file.write(_header() + text)
-
-
-def _header() -> str:
-    now, rank = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ["RANK"]
-    return (
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    header = (
         f"--- {now} rank {rank} of {os.environ['WORLD_SIZE']} on {socket.gethostname()}, pid {os.getpid()}\n"
     )
+    with path.open("a", encoding="utf-8") as file:
+        file.write(header)
+        file.flush()
+        _point_streams_to(file.fileno())
 
 
 def keep_log(folder: Path) -> None:

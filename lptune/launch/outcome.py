@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lptune.launch.log import LOGS, add_to_log
+from lptune.launch.log import LOGS
 
 OUTCOMES = "LPTUNE_OUTCOMES"  # folder for outcomes; set by the launcher for its ranks
 LAUNCHER = "LPTUNE_LAUNCHER_PID"
@@ -114,11 +114,8 @@ def hold(error: BaseException) -> bool:
     if _held:  # already done in the session
         return True
     _held = True
-    if LOGS in os.environ:  # the launcher prints the cause
-        if outcome.rank != 0:
-            print(outcome.traceback or outcome.line, file=sys.stderr, flush=True)
-        elif outcome.lost_peer:
-            add_to_log(outcome.traceback)
+    if outcome.rank != 0 and LOGS in os.environ:  # its log; the launcher prints the cause
+        print(outcome.traceback or outcome.line, file=sys.stderr, flush=True)
     time.sleep(_HOLD_S)
     return True
 

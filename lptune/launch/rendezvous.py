@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lptune import __version__
 from lptune.base.errors import UnavailableError, UserError
 from lptune.base.files import read_object
-from lptune.base.step_folders import list_checkpoints
+from lptune.base.step_folders import list_checkpoints, step_of
 from lptune.base.text import printable
 from lptune.config import RunConfig, key_paths, to_dict, to_yaml
 
@@ -105,13 +105,13 @@ def done(cfg: Any) -> str:
     folder = Path(cfg.output_dir).expanduser()
     with suppress(UserError, OSError):
         said = read_object(folder / "run.json", missing={}, follow=False).get("done")
-        if isinstance(said, dict) and said.get("config") == digest_of(cfg):
-            # With a disk each, checkpoints and export are whole elsewhere (checkpoint/parts.py).
-            has_parts = bool(list_checkpoints(folder / "parts"))
-            has_export = (folder / "export").is_dir() or not cfg.export.enabled
-            if has_parts or (has_export and list_checkpoints(folder / "checkpoints")):
-                what = f"{folder / 'run.json'} says so, of step {said.get('step')} and this config"
-                return f"already finished: {what};\n  for more raise num_steps or change output_dir"
+        # With a disk each, the export is whole elsewhere (checkpoint/parts.py).
+        here = list_checkpoints(folder / "parts")
+        if not here and ((folder / "export").is_dir() or not cfg.export.enabled):
+            here = list_checkpoints(folder / "checkpoints")
+        if here and said == {"step": step_of(here[0]), "config": digest_of(cfg)}:
+            what = f"{folder / 'run.json'} says so, of step {step_of(here[0])} and this config"
+            return f"already finished: {what};\n  for more raise num_steps or change output_dir"
     return ""
 
 

@@ -52,6 +52,11 @@ def describe_silent(rank: int, exit_code: int) -> tuple[int, str]:
 def print_own(cause: Outcome) -> None:
     """Prints an outcome of this machine: the traceback, or the line of the error."""
     if (lost := how_lost(cause)) and LOGS in os.environ:
+        if cause.rank == 0:  # the others have written it to theirs
+            with contextlib.suppress(OSError), Path(os.environ[LOGS], "rank-0.log").open("a") as log:
+                log.write(
+                    f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank 0 on {cause.host}\n{cause.traceback}"
+                )
         print(printable(f"error: rank {cause.rank} {lost}; rank-{cause.rank}.log says more"), file=sys.stderr)
     elif cause.traceback:
         print(f"rank {cause.rank}:\n{cause.traceback}", end="", file=sys.stderr)
@@ -70,7 +75,7 @@ def how_lost(cause: Outcome) -> str:
     places = [f"{os.path.basename(file)}:{line}" for file, line, _ in frames if "/torch/" not in file]
     if not calls:
         return ""
-    said = cause.traceback.strip().splitlines()[-1].partition(". ")[0]
+    said = re.sub(r"\[/\S+/", "[", cause.traceback.strip().splitlines()[-1].partition(". ")[0])
     return (
         f"lost another rank in {calls[-1]} ({', '.join(places[-1:])}), and none said why: was a machine or a "
         f"launcher killed? {said:.200}"
