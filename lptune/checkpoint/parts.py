@@ -137,9 +137,14 @@ def settle(part: Path, *, is_copied: bool) -> None:
     empty(part.parent, [part])
 
 
+def is_uncopied(part: Path) -> bool:
+    """Whether a part has the mark, so that the address has no seal of its step."""
+    return bool(kind_of(part / _UNCOPIED))
+
+
 def uncopied(folder: Path) -> int:
     """The newest step of the parts in `folder` that have the mark; -1: none has it."""
-    return max((step_of(path) for path in list_checkpoints(folder) if kind_of(path / _UNCOPIED)), default=-1)
+    return max(map(step_of, filter(is_uncopied, list_checkpoints(folder))), default=-1)
 
 
 def empty(folder: Path, keep: Iterable[Path] = ()) -> None:

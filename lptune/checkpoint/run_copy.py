@@ -310,13 +310,16 @@ class RunCopy:
                 return
             where = f"output_dir: {self._folder.path}"
             here = self._folder.run_id()
-            if self._folder.has_steps() and (here is None or here not in ids):
+            found = [*list_checkpoints(self._folder.checkpoints), *list_checkpoints(self._folder.parts)]
+            # A step that was never copied is nothing without machine 0, if that has lost it.
+            was_there = not all(map(parts.is_uncopied, found))
+            if found and (here is None or here not in ids) and (was_there or any(ids)):
                 raise UserError(f"{where} has another run; remove it there, or choose another folder")
             whole = list_checkpoints(self._folder.checkpoints) if self._world.is_main else []
             if whole and step_of(whole[0]) > max(steps, default=-1):
                 what = f"has {whole[0].name}, which is not at {self._storage.address}"
                 raise UserError(f"{where} {what}; start that machine alone once, which copies it")
-            if not num_there and not is_later and self._folder.has_steps():
+            if not num_there and not is_later and was_there:
                 what = f"has part of a run of which {self._storage.address} has no checkpoint"
                 raise UserError(f"{where} {what}; give its own {_KEY}, or choose another folder")
 

@@ -249,6 +249,14 @@ def test_an_uncopied_step_that_is_not_whole_is_passed_over(machines: Machines) -
     assert copied(machines.copy) == [2, 3]
 
 
+def test_without_machine_0_a_run_that_was_never_copied_begins_again(machines: Machines) -> None:
+    assert machines.run(2, 0, 1, failing="model-00001.safetensors") == 0
+    machines.lose(0)
+    assert machines.run(3, 0, 1) == 0
+    assert copied(machines.copy) == [2, 3]
+    assert metrics(machines.disk(0)) == [1, 2, 3]
+
+
 def test_damage_at_the_address_is_passed_over_unless_a_disk_has_the_file(machines: Machines) -> None:
     assert machines.run(3, 0, 1) == 0
     file = machines.copy / "checkpoints/step-00000003/model-00001.safetensors"
