@@ -3,8 +3,10 @@
     OUTPUT_DIR/parts/step-00000100/   on each machine: the files that its ranks wrote or needed
 
 Each rank writes its files to its machine's disk and copies them to the address; the manifest there is the
-only seal (run_copy.py). A part is no checkpoint, and nothing takes it for one. It only saves fetching: a file
-counts if it has the digest that the manifest says, whenever and by whomever it was written.
+only seal (run_copy.py). A part is no checkpoint, and nothing takes it for one. It saves fetching: a file
+counts if it has the digest that the manifest says, whenever and by whomever it was written. And it outlives a
+failure of the storage: until the seal is there, a part has a mark, and a run that finds one on machine 0
+copies that step first, if the machines have all of its files. There is one part on a disk, the newest.
 
 A run that continues first has its machines fetch what none of them has, each file by one rank: that of its
 writer's number, if there are so many. So every byte is verified before the first step, and a machine with an
@@ -15,7 +17,7 @@ other ranks the files of which it needs some rows, for the export those with wei
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -23,15 +25,17 @@ from functools import partial
 from pathlib import Path
 
 from lptune.base.errors import UserError
-from lptune.base.files import TEMPORARY, Lock
-from lptune.base.step_folders import list_checkpoints
-from lptune.checkpoint.files import num_threads, remove_leftover
+from lptune.base.files import TEMPORARY, Lock, kind_of
+from lptune.base.step_folders import list_checkpoints, step_of
+from lptune.checkpoint.files import num_threads, publish_folder, remove_leftover
 from lptune.checkpoint.hosts import rank_here
 from lptune.checkpoint.load import in_threads
-from lptune.checkpoint.manifest import Manifest, check_file
+from lptune.checkpoint.manifest import FileEntry, Manifest, check_file
 from lptune.checkpoint.storage import Storage
 
 _FETCHED = f"{TEMPORARY}fetched"
+_UNCOPIED = f"{TEMPORARY}uncopied"
+"""The mark of a part of which the address has no seal yet."""
 _AT_ONCE = 2
 
 
@@ -70,15 +74,9 @@ class Part:
 
     def remove_others(self, names: Iterable[str]) -> None:
         """Removes those of `names` whose bytes are not the checkpoint's."""
-
-        def check(name: str) -> None:
-            try:
-                check_file(self._stored.folder / name, self._stored.files[name])
-            except UserError:
-                (self._stored.folder / name).unlink(missing_ok=True)
-
-        with ThreadPoolExecutor(num_threads()) as pool:  # hashing releases the GIL
-            list(pool.map(check, names))
+        files = {name: self._stored.files[name] for name in names}
+        for name in files.keys() - set(intact(self._stored.folder, files)):
+            (self._stored.folder / name).unlink(missing_ok=True)
 
     def fetch_missing(self, held: set[str], rank: int, num_ranks: int) -> str | None:
         """Fetches this rank's share of the files that are not in `held`, those of all machines. Returns what
@@ -108,17 +106,45 @@ def begin(storage: Storage, place: str, folder: Path, seal: str) -> None:
     storage.get(place, new, [seal])
     (new / seal).replace(folder / seal)
     new.rmdir()
+    (folder / _UNCOPIED).unlink(missing_ok=True)
 
 
-def settle(written: Path, name: str | None) -> None:
-    """Gives a part its name, and removes all others; None: it has become none, and is removed."""
-    if name is None:
-        shutil.rmtree(written, ignore_errors=True)
-        return
-    final = written.with_name(name)
-    with suppress(OSError):  # another machine on this disk has done it
-        written.rename(final)
-    empty(final.parent, [final])
+def intact(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:
+    """The names of those of `files` that `folder` has, byte by byte."""
+
+    def is_intact(name: str) -> bool:
+        with suppress(UserError):
+            check_file(folder / name, files[name])
+            return True
+        return False
+
+    with ThreadPoolExecutor(num_threads()) as pool:  # hashing releases the GIL
+        found = pool.map(is_intact, files)
+        return [name for name, there in zip(files, found, strict=True) if there]
+
+
+def publish(written: Path, final: Path) -> None:
+    """Gives a part its name and the mark. All machines must have written all of their files."""
+    with suppress(FileNotFoundError, FileExistsError):  # another machine on this disk has done it
+        (written / _UNCOPIED).touch()
+        publish_folder(written, final)
+
+
+def settle(part: Path, *, is_copied: bool) -> None:
+    """Removes all other parts, and the mark if the address has the seal."""
+    if is_copied:
+        (part / _UNCOPIED).unlink(missing_ok=True)
+    empty(part.parent, [part])
+
+
+def is_uncopied(part: Path) -> bool:
+    """Whether a part has the mark, so that the address has no seal of its step."""
+    return bool(kind_of(part / _UNCOPIED))
+
+
+def uncopied(folder: Path) -> int:
+    """The newest step of the parts in `folder` that have the mark; -1: none has it."""
+    return max(map(step_of, filter(is_uncopied, list_checkpoints(folder))), default=-1)
 
 
 def empty(folder: Path, keep: Iterable[Path] = ()) -> None:

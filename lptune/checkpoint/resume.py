@@ -12,6 +12,7 @@ from typing import Any
 from lptune.base.errors import UserError
 from lptune.base.model_folder import read_stop_ids
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
+from lptune.checkpoint import parts
 from lptune.checkpoint.card import run_parts
 from lptune.checkpoint.files import sha256
 from lptune.checkpoint.hosts import check_same
@@ -112,12 +113,13 @@ def newest_of_run(folder: Path, warn: Callable[[str], None]) -> Manifest | None:
     """`newest_verified` of a run's folder. Raises UserError if a newer one is whole at the address alone
     (parts.py).
     """
-    here, parts = (list_checkpoints(folder / name) for name in ("checkpoints", "parts"))
-    if parts and (not here or step_of(here[0]) < step_of(parts[0])):
-        raise UserError(
-            f"{folder}: its newest checkpoint, of step {step_of(parts[0])}, is whole at checkpoint.copy_to "
-            "alone; fetch it from there"
-        )
+    here, of_machines = (list_checkpoints(folder / name) for name in ("checkpoints", "parts"))
+    if of_machines and (not here or step_of(here[0]) < step_of(of_machines[0])):
+        step = step_of(of_machines[0])
+        where = "is whole at checkpoint.copy_to alone; fetch it from there"
+        if parts.uncopied(folder / "parts") == step:
+            where = "is not copied to checkpoint.copy_to yet; run again, which copies it"
+        raise UserError(f"{folder}: its newest checkpoint, of step {step}, {where}")
     return newest_verified(folder / "checkpoints", warn)
 
 

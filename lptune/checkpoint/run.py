@@ -195,8 +195,10 @@ class Run:
         place = self._own or self.folder
         if exports and not place.is_exported(step_of(self._to_export()), self.cfg.export):
             return False
-        if self._copy is not None and self._has_metrics:
-            self._copy.begin(self._continues)
+        if self._has_metrics:
+            if self._copy is not None:
+                self._copy.begin(self._continues)
+            self.folder.write_done(self.step, self.cfg)
         and_exported = " and exported" if exports else ""
         kind = self.cfg.precision.kind
         done = f"{self._place_of(self._continues.folder)} is step {self.step}{and_exported}, precision {kind}"
@@ -365,6 +367,7 @@ class Run:
             if self._newest is not None:
                 newest = f"the newest checkpoint is {self._place_of(self._newest)}"
             self.world.print(f"no export (export.enabled: false); {newest}")
+            self.folder.write_done(self.step, self.cfg)
             return
         checkpoint, count = self._to_export(), self.cfg.export.average_checkpoints
         folder, manifests, publish = self.folder.export, list[Manifest](), None
@@ -382,6 +385,7 @@ class Run:
         self.folder.on_main(lambda: self.folder.write_exported(step_of(checkpoint), self.cfg.export))
         if self._copy is not None:
             self._copy.send_export()
+        self.folder.write_done(self.step, self.cfg)
         averages = "the moving averages in " * bool(self.cfg.optimizer.ema_decay and self.cfg.export.ema)
         what = f"{averages}{checkpoint.name}" if count == 1 else f"the mean of the last {count} checkpoints"
         high = ""
@@ -395,13 +399,14 @@ class Run:
         return str(checkpoint) if self._own is None else self._own.place(f"checkpoints/{checkpoint.name}")
 
     def _lost(self) -> str:
-        """What a run on machines with a disk each has lost, since the last step could not be copied; empty:
-        nothing.
+        """What a run on machines with a disk each may have lost, since the last step could not be copied;
+        empty: nothing.
         """
         if self._own is None or not self._has_saved or self._own.step == self.step:
             return ""
         newest = f"the newest checkpoint is of step {self._own.step}" if self._own.step else "there is none"
-        return f"checkpoint.copy_to: step {self.step} is not copied (see above), and {newest}; run again"
+        todo = "run again on these machines, whose disks have it"
+        return f"checkpoint.copy_to: step {self.step} is not copied (see above), and {newest}; {todo}"
 
     @property
     def _own(self) -> RunCopy | None:

@@ -12,8 +12,9 @@ can still be mended, the run ends.
 A run finds its checkpoint on its disk, or at the address if that has a newer one, which is then fetched into
 output_dir and is like any other: every byte is compared with the manifest.
 
-Where machines have a disk each, the copy is the run: a checkpoint that could not be copied is none, the
-newest at the address is continued, whatever the disks have, and the export is whole there alone (parts.py).
+Where machines have a disk each, the copy is the run: a checkpoint that could not be copied is none until it
+is, which the next start tries first; the newest at the address is continued, whatever else the disks have,
+and the export is whole there alone (parts.py).
 
 An address has one run, by the id in run.json. A run that does not continue that one is refused.
 """
@@ -33,7 +34,7 @@ from lptune.base.text import size_text
 from lptune.checkpoint import manifest, parts, sums
 from lptune.checkpoint.files import free_bytes, publish_folder, remove_leftover, set_aside, sha256, why
 from lptune.checkpoint.hosts import rank_here
-from lptune.checkpoint.manifest import Manifest, read_manifest, verify
+from lptune.checkpoint.manifest import FileEntry, Manifest, read_manifest, verify
 from lptune.checkpoint.resume import find_checkpoint
 from lptune.checkpoint.retention import evaluations, steps_to_keep
 from lptune.checkpoint.run_folder import RunFolder
@@ -90,11 +91,15 @@ class RunCopy:
                 if self._world.is_main:
                     steps = self._steps()
                     self._check_same_run(found, resume, steps)
+            least = found.step if found is not None else -1
+            on_disks = group.of_main(parts.uncopied(self._folder.parts) if self._world.is_main else 0)
+            is_later = on_disks > group.of_main(max([least, *steps]) if self._world.is_main else 0)
             if self._folder.own_disks:
-                self._check_disks(steps, group)
+                self._check_disks(steps, group, is_later=is_later)
+            if is_later and self._finish_copy(on_disks, group):
+                steps = [on_disks, *steps]
             if resume != "auto":
                 return found
-            least = found.step if found is not None else -1
             later = group.all_of_main([step for step in steps if step > least])
             for step in later:
                 if fetched := self._fetch(step, group, is_newest=True):
@@ -134,12 +139,17 @@ class RunCopy:
 
     def send(self, step: int, checkpoint: Path, names: Iterable[str], group: SideGroup) -> None:
         """Copies a published checkpoint, and removes older ones at the address by the rules of retention.
-        After an error prints a line. names: of the files that this rank copies.
+        After an error prints a line. names: of the files that this rank copies. Where machines have a disk
+        each, `checkpoint` is what this one has written.
         """
         name, what, is_copied = step_folder_name(step), "is not copied", False
+        final = checkpoint.with_name(name) if self._folder.own_disks else checkpoint
         try:
             with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
-                self._put(_place(step), checkpoint, names, _SEAL, group)
+                with group.together(_ERRORS, why):
+                    if self._folder.own_disks and self._folder.prepares:
+                        parts.publish(checkpoint, final)
+                self._put(_place(step), final, names, _SEAL, group)
                 what, is_copied = "is copied, but what it replaces could not be removed", True
                 self.step = step
                 with group.together(_ERRORS, why):
@@ -148,10 +158,10 @@ class RunCopy:
         except UserError as error:
             again = "tried again with the next checkpoint, or when the run starts again"
             if self._folder.own_disks and not is_copied:
-                again = "so there is none of this step; tried again with the next checkpoint"
+                again = "the disks keep it until a later one is copied; the next start copies it"
             self._world.print(f"warning: {name} {what}: {error}; {again}")
         if self._folder.own_disks and self._folder.prepares:
-            parts.settle(checkpoint, name if is_copied else None)
+            parts.settle(final, is_copied=is_copied)
 
     def to_export(self, step: int, count: int) -> list[Manifest]:
         """The checkpoint of `step` and the `count - 1` before it, on machines with a disk each. Raises
@@ -259,8 +269,8 @@ class RunCopy:
     def _found(self) -> dict[int, set[str]]:
         """Step -> names of the objects of its checkpoint, with a seal or without."""
         found: dict[int, set[str]] = {}
-        for path in self._storage.paths("checkpoints"):
-            if match := re.search(r"/checkpoints/step-([0-9]{8,})/([^/]+)$", path):
+        for name in self._storage.sizes("checkpoints"):
+            if match := re.search(r"(?:^|/)step-([0-9]{8,})/([^/]+)$", name):
                 found.setdefault(int(match[1]), set()).add(match[2])
         return found
 
@@ -285,9 +295,10 @@ class RunCopy:
         there = object_of(self._storage.read("run.json") or b"") or {}
         return self._folder.run_id(), there.get("id")
 
-    def _check_disks(self, steps: list[int], group: SideGroup) -> None:
+    def _check_disks(self, steps: list[int], group: SideGroup, *, is_later: bool) -> None:
         """Raises UserError if a machine's disk has another run, or this one of another address; or if machine
         0 has a checkpoint that is newer than any at the address, from the time when it was the only machine.
+        is_later: the disks have a step that is not copied yet.
         """
         ids: tuple[object, ...] = ()
         with self._at_start(group):
@@ -299,15 +310,49 @@ class RunCopy:
                 return
             where = f"output_dir: {self._folder.path}"
             here = self._folder.run_id()
-            if self._folder.has_steps() and (here is None or here not in ids):
+            found = [*list_checkpoints(self._folder.checkpoints), *list_checkpoints(self._folder.parts)]
+            # A step that was never copied is nothing without machine 0, if that has lost it.
+            was_there = not all(map(parts.is_uncopied, found))
+            if found and (here is None or here not in ids) and (was_there or any(ids)):
                 raise UserError(f"{where} has another run; remove it there, or choose another folder")
             whole = list_checkpoints(self._folder.checkpoints) if self._world.is_main else []
             if whole and step_of(whole[0]) > max(steps, default=-1):
                 what = f"has {whole[0].name}, which is not at {self._storage.address}"
                 raise UserError(f"{where} {what}; start that machine alone once, which copies it")
-            if not num_there and self._folder.has_steps():
+            if not num_there and not is_later and was_there:
                 what = f"has part of a run of which {self._storage.address} has no checkpoint"
                 raise UserError(f"{where} {what}; give its own {_KEY}, or choose another folder")
+
+    def _finish_copy(self, step: int, group: SideGroup) -> bool:
+        """Copies a step that the machines have on their disks and the address lacks, since storage failed or
+        all were killed. Returns whether they have it whole; a line says so if not. Raises UserError if it
+        cannot be copied.
+        """
+        folder, files = self._folder.parts / step_folder_name(step), dict[str, tuple[int, str]]()
+        with self._at_start(group), suppress(UserError):  # with a damaged manifest, it is not whole
+            if self._world.is_main:
+                listed = read_manifest(folder, is_part=True).files
+                files = {name: (entry.size, entry.sha256) for name, entry in listed.items()}
+        entries = {name: FileEntry(*entry) for name, entry in self._world.gather(files)[0].items()}
+        rank, num_ranks = rank_here()
+        mine = list[str]()
+        with self._at_start(group):
+            here = [name for name in entries if (folder / name).is_file()][rank::num_ranks]
+            mine = parts.intact(folder, {name: entries[name] for name in here})
+        found = self._world.gather(mine)
+        if not entries or (lost := entries.keys() - set().union(*found)):
+            what = f"{len(lost)} of its {len(entries)} files are" if entries else "its manifest is"
+            line = f"{folder.name} was not copied before, and {what} not on these machines' disks"
+            self._world.print(f"warning: checkpoint passed over: {line}")
+            return False
+        earlier = set().union(*found[: group.rank])  # machines may share a disk
+        try:
+            with self._world.phase(f"copying {folder.name} to {self._storage.address}"):
+                self._put(_place(step), folder, set(mine) - earlier, _SEAL, group)
+        except UserError as error:
+            what = f"{folder.name} is on the machines' disks alone and is not copied: {error}"
+            raise type(error)(f"{_KEY}: {what}; run again") from None
+        return True
 
     def _check_place(self) -> None:
         """Raises UserError if nothing can be written to the address, or what is written is in output_dir."""

@@ -3,7 +3,8 @@ run tells about itself beside its metrics.
 
     run.json         id: names the run in trackers, 8 hex digits; recipe: name and digest of its file;
                      data_digest: of the training rows; launches: time, first step, ranks, device and
-                     versions of each start
+                     versions of each start; done: the last step and a digest of the config, once nothing is
+                     left to do with that config
     samples.jsonl    answers to held-out prompts: step, when, prompt, answer, reference
 
 Nothing is trained from these two. One that cannot be read, because somebody changed it, is written anew.
@@ -66,6 +67,7 @@ from lptune.checkpoint.manifest import Manifest
 from lptune.checkpoint.retention import evaluations
 from lptune.config import RUN_FILES, RUN_FOLDERS, ExportConfig, RunConfig, check_inputs_stay, to_yaml
 from lptune.distributed import World, side_group
+from lptune.launch.rendezvous import digest_of
 
 _PARTS = (*RUN_FILES, *RUN_FOLDERS)
 _PATIENCE_S = 10.0
@@ -303,18 +305,33 @@ class RunFolder:
                 say(f"set aside: {path} -> {set_aside(path).name}")
 
     def name_run(self) -> None:
-        """Has each machine's folder say of which run it is. run.json must be there. A collective."""
+        """Has each machine's folder say of which run it is, and no longer that it is done. run.json must be
+        there. A collective.
+        """
         run_id = self._world.gather(self.run_id() if self._world.is_main else None)[0]
 
         def write() -> None:
-            if self.run_id() != run_id:
+            if self.run_id() != run_id or "done" in self._about_run():
                 write_json(self.path / "run.json", {"id": run_id})
+
+        self.on_main(write, each_disk=True)
+
+    def write_done(self, step: int, cfg: RunConfig) -> None:
+        """Has run.json on each disk say that nothing is left to do with `cfg` after `step`. A collective."""
+
+        def write() -> None:
+            with suppress(OSError, UserError):  # the run is done, whether it can be said or not
+                done = {"step": step, "config": digest_of(cfg)}
+                write_json(self.path / "run.json", {**self._about_run(), "done": done})
 
         self.on_main(write, each_disk=True)
 
     def run_id(self) -> Any:
         """The id in run.json on this machine; None: there is none."""
-        return read_object(self.path / "run.json", missing={}).get("id")
+        return self._about_run().get("id")
+
+    def _about_run(self) -> dict[str, Any]:
+        return read_object(self.path / "run.json", missing={})
 
     def check_held(self) -> None:
         """Raises UserError if the path no longer leads to the folder in which this run began."""

@@ -9,6 +9,7 @@ Each of fsspec's file systems has exceptions of its own. Here all become a Stora
 """
 
 import errno
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -59,11 +60,26 @@ class Storage:
         self._root = str(root).rstrip("/")
         self._is_disk = isinstance(self._files, LocalFileSystem)
 
-    def paths(self, place: str) -> list[str]:
-        """The paths of all objects in `place`, with what is before it; none if nothing is there."""
+    def sizes(self, place: str = "") -> dict[str, int]:
+        """The names of all objects in `place`, relative to it, and their sizes in bytes; none if nothing is
+        there.
+        """
+        root = self._path(place).rstrip("/")
         with self._named(place):
             self._files.invalidate_cache()
-            return list(self._files.find(self._path(place)))
+            found = self._files.find(root, detail=True)
+        return {path.removeprefix(f"{root}/"): int(about["size"]) for path, about in found.items()}
+
+    def sha256(self, name: str) -> str:
+        """Hex digest of an object, which is read as a stream; empty if there is none."""
+        path = self._path(name)
+        with (
+            suppress(FileNotFoundError),
+            self._named(name, missing_too=False),
+            self._files.open(path, "rb") as file,
+        ):
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        return ""
 
     def put(self, place: str, folder: Path, names: Iterable[str]) -> None:
         """Copies the files `names` of `folder` to `place`."""

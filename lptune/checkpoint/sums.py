@@ -44,7 +44,7 @@ def verify_sums(folder: Path) -> int:
     """Compares the files of an export with SHA256SUMS; returns their number, 0 without SHA256SUMS. Raises
     UserError that names the first fault.
     """
-    wanted, _ = _read_sums(folder)
+    wanted, _ = read_sums(folder)
     try:
         found = dict(zip(wanted, _digests(folder, wanted), strict=True))
     except OSError as error:
@@ -64,7 +64,7 @@ def is_as_written(folder: Path) -> bool:
     if any(kind_of(path) != "a file" for path in (folder / TEMPLATES).glob("*")):
         return False
     try:
-        wanted, card = _read_sums(folder)
+        wanted, card = read_sums(folder)
         if {*_files(folder)} != {*wanted, _CARD, NAME}:
             return False
         return verify_sums(folder) > 0 and sha256(folder / _CARD) == card
@@ -78,7 +78,7 @@ def _files(folder: Path) -> list[str]:
     return at_top + [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*")]
 
 
-def _read_sums(folder: Path) -> tuple[dict[str, str], str]:
+def read_sums(folder: Path) -> tuple[dict[str, str], str]:
     """(digests by file name, digest of the original README.md). Both are empty without SHA256SUMS."""
     path = folder / NAME
     if not kind_of(path):

@@ -5,27 +5,46 @@ a Hugging Face folder    its index against the files, each tensor's name and sha
                          value for being finite; an export's files against its SHA256SUMS; where `lptune
                          download` fetched it, each file that the hub knows by its sha256 against that
 a run's folder           all its checkpoints and its export
+an address (s3://…)      the same of a run's copy, of a checkpoint or of an export there
 """
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import click
 
 from lptune.base.errors import UserError
+from lptune.base.text import printable
 from lptune.cli.download import verify_digests
 from lptune.cli.places import PathArgument
+from lptune.config import check_address
+
+
+class _Place(PathArgument):
+    """A path, or an address in object storage, which stays a text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The argument as a checked `Path`, or as a checked address."""
+        if "://" not in str(value):
+            return super().convert(value, param, ctx)
+        check_address("PATH", value)
+        return value
 
 
 @click.command()
-@click.argument("path", type=PathArgument())
-def verify(path: Path) -> None:
+@click.argument("path", type=_Place())
+def verify(path: Path | str) -> None:
     """Check PATH: a checkpoint, a Hugging Face folder, or a run folder with all its checkpoints and export.
+    Or an address of checkpoint.copy_to, of a checkpoint or of an export there.
 
     Reads every byte. Compares digests, which checkpoints, exports and downloads have; in a Hugging Face
     folder it also checks names, shapes and that values are finite. Exits with 2 and names the first fault, if
     any.
     """
+    if isinstance(path, str):
+        _verify_address(path)
+        return
     if not path.is_dir():
         raise UserError(f"{path}: {'is a file; give its folder' if path.exists() else 'no such folder'}")
     if not (path / "checkpoints").is_dir():
@@ -55,6 +74,18 @@ def verify(path: Path) -> None:
         raise UserError(f"{path}: the run has neither a checkpoint nor an export {there}")
     if num_bad:
         raise UserError(f"{path}: {num_bad} of {len(parts)} are bad; see above")
+
+
+def _verify_address(address: str) -> None:
+    from lptune.checkpoint.at_address import verify_address
+
+    num_bad, num = 0, 0
+    for place, about, faults in verify_address(address):
+        num, num_bad = num + 1, num_bad + bool(faults)
+        for line in [f"bad: {fault}" for fault in faults] or [f"ok: {place}: {about}"]:
+            click.echo(printable(line))
+    if num_bad:
+        raise UserError(f"{address}: {num_bad} of {num} are bad; see above")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lptune.config.checks import check_batches, check_path, mesh_axes
+from lptune.config.checks import check_address, check_batches, check_path, mesh_axes
 from lptune.config.inference import (
     AnswersConfig,
     EvaluateConfig,
@@ -100,6 +100,7 @@ __all__ = [
     "ScheduleConfig",
     "SourceConfig",
     "TeacherConfig",
+    "check_address",
     "check_batches",
     "check_inputs_stay",
     "check_path",

@@ -51,6 +51,9 @@ def torchrun(
     args = flags.parser().parse_args([*given, "--module", "lptune.cli.main", *arguments])
     point = flags.meeting_point(args, given, getattr(cfg, "output_dir", ""))
     signals = flags.check(args)
+    if point.num_machines > 1 and (line := rendezvous.done(cfg)):
+        print(line)
+        sys.exit(0)
     args.signals_to_handle = ""  # signals are handled here, not by torchrun
     let_ranks_find_lptune()
     folder = Path(tempfile.mkdtemp(prefix="lptune-"))

@@ -1,4 +1,5 @@
 """Logs: rank 0 prints to the console, every other rank to a file of its own, OUTPUT_DIR/logs/rank-N.log.
+Tracebacks of lost connections, which explain little, are written to one of rank 0, too (watch.py).
 
 The file descriptors are redirected, so that output of NCCL, gloo or an aborting C++ runtime is caught as
 well. This begins before the recipe is imported, when it is not yet known whether the run's folder may be

@@ -32,14 +32,18 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lptune import __version__
 from lptune.base.errors import UnavailableError, UserError
+from lptune.base.files import read_object
+from lptune.base.step_folders import list_checkpoints, step_of
 from lptune.base.text import printable
-from lptune.config import key_paths, to_dict
+from lptune.config import RunConfig, key_paths, to_dict, to_yaml
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -85,6 +89,30 @@ def _leaf(holder: Any, key: str) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def digest_of(cfg: Any) -> str:
+    """Of all keys of a config, for run.json: a run that is done is so with this config."""
+    return _digest(to_yaml(cfg))
+
+
+def done(cfg: Any) -> str:
+    """A line if run.json in the config's output_dir says that nothing is left to do with this config; else
+    empty. A launcher that was killed when the run had just ended would wait for machines that have left.
+    """
+    if not isinstance(cfg, RunConfig) or cfg.resume != "auto":
+        return ""
+    folder = Path(cfg.output_dir).expanduser()
+    with suppress(UserError, OSError):
+        said = read_object(folder / "run.json", missing={}, follow=False).get("done")
+        # With a disk each, the export is whole elsewhere (checkpoint/parts.py).
+        here = list_checkpoints(folder / "parts")
+        if not here and ((folder / "export").is_dir() or not cfg.export.enabled):
+            here = list_checkpoints(folder / "checkpoints")
+        if here and said == {"step": step_of(here[0]), "config": digest_of(cfg)}:
+            what = f"{folder / 'run.json'} says so, of step {step_of(here[0])} and this config"
+            return f"already finished: {what};\n  for more raise num_steps or change output_dir"
+    return ""
 
 
 def is_address(text: str) -> bool:

@@ -35,6 +35,7 @@ from pathlib import Path
 from lptune.base.text import printable
 from lptune.launch.exchange import SILENCE_S, Exchange
 from lptune.launch.hangs import HangWatch
+from lptune.launch.log import LOGS
 from lptune.launch.outcome import LEAVING, Outcome, Rank, leave_line, read_outcomes, read_ranks
 from lptune.launch.rendezvous import Meeting
 
@@ -50,13 +51,15 @@ def describe_silent(rank: int, exit_code: int) -> tuple[int, str]:
 
 def print_own(cause: Outcome) -> None:
     """Prints an outcome of this machine: the traceback, or the line of the error."""
-    if cause.traceback:
+    if (lost := how_lost(cause)) and LOGS in os.environ:
+        if cause.rank == 0:  # the others have written it to theirs
+            with contextlib.suppress(OSError), Path(os.environ[LOGS], "rank-0.log").open("a") as log:
+                log.write(
+                    f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank 0 on {cause.host}\n{cause.traceback}"
+                )
+        print(printable(f"error: rank {cause.rank} {lost}; rank-{cause.rank}.log says more"), file=sys.stderr)
+    elif cause.traceback:
         print(f"rank {cause.rank}:\n{cause.traceback}", end="", file=sys.stderr)
-        if cause.lost_peer:
-            print(
-                f"rank {cause.rank} lost a rank that reported no error: was a machine or a launcher killed?",
-                file=sys.stderr,
-            )
     elif cause.code not in LEAVING:
         # What fails on one rank may be raised on all of them, with the number of that rank.
         who = f"rank {cause.rank}: " if cause.rank > 0 and not _NUMBERED.match(cause.line) else ""
@@ -65,13 +68,28 @@ def print_own(cause: Outcome) -> None:
         print(printable(f"error: {who}{line}"), file=sys.stderr)
 
 
+def how_lost(cause: Outcome) -> str:
+    """In words: in which collective and at which place a rank lost another one. Empty: in none."""
+    frames = re.findall(r'File "(.+)", line (\d+), in (\S+)', cause.traceback) if cause.lost_peer else []
+    calls = [name for file, _, name in frames if "/torch/distributed/" in file and name != "wrapper"]
+    places = [f"{os.path.basename(file)}:{line}" for file, line, _ in frames if "/torch/" not in file]
+    if not calls:
+        return ""
+    said = re.sub(r"\[/\S+/", "[", cause.traceback.strip().splitlines()[-1].partition(". ")[0])
+    return (
+        f"lost another rank in {calls[-1]} ({', '.join(places[-1:])}), and none said why: was a machine or a "
+        f"launcher killed? {said:.200}"
+    )
+
+
 def print_other(cause: Outcome) -> None:
     """Prints an outcome of another machine in one line, with the name of that machine."""
     where = f"on {cause.host}: " if cause.host else ""
     who = f"rank {cause.rank} " if cause.rank >= 0 and not _NUMBERED.match(cause.line) else ""
     what = cause.line
     if cause.traceback:
-        what = f"{cause.traceback.strip().splitlines()[-1]} (the traceback stands in the output there)"
+        last = cause.traceback.strip().splitlines()[-1]
+        what = how_lost(cause) or f"{last} (the traceback stands in the output there)"
     print(printable(f"error: {who}{where}{what or f'exit code {cause.code}'}"), file=sys.stderr)
 
 

@@ -21,6 +21,7 @@ from lptune.cli.recipe import load_main
 from lptune.cli.verify import verify
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, load_config
 from lptune.distributed import World
+from lptune.launch.rendezvous import done
 from tests.checkpoint.test_run_copy import copied, metrics, train
 from tests.faults.state import State
 from tests.helpers import faulty_storage
@@ -177,13 +178,83 @@ def test_what_a_disk_has_never_wins_over_what_is_sealed(machines: Machines) -> N
     assert "step-00000007, which is not at faulty://" in str(machines.run(8, 0, 1))
 
 
-def test_a_step_that_one_machine_could_not_copy_is_none(machines: Machines) -> None:
+def test_a_step_that_one_machine_could_not_copy_is_copied_by_the_next_start(machines: Machines) -> None:
     assert machines.run(3, 0, 1, failing="step-00000003/model-00001.safetensors") == 0
-    assert "step-00000003/model-00001.safetensors: no answer; so there is none of this step" in machines.said
+    assert (
+        "step-00000003/model-00001.safetensors: no answer; the disks keep it until a later" in machines.said
+    )
     assert copied(machines.copy) == [1, 2]
-    assert [list(machines.parts(number)) for number in (0, 1)] == [["step-00000002"]] * 2
+    assert [list(machines.parts(number)) for number in (0, 1)] == [["step-00000003"]] * 2
+    assert machines.run(3, 0, 1) == 3
+    assert copied(machines.copy) == [1, 2, 3]
+    assert not any(machines.place.rglob("*uncopied")), "no mark is left"
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_storage_that_fails_for_long_costs_no_step(machines: Machines, before: int) -> None:
+    """Also one that has never taken a checkpoint."""
+    if before:
+        assert machines.run(before, 0, 1) == 0
+    assert machines.run(5, 0, 1, failing="model-00001.safetensors") == before
+    assert "warning: step-00000004 is not copied" in machines.said
+    assert copied(machines.copy) == [1, 2][:before]
+    assert [list(machines.parts(number)) for number in (0, 1)] == [["step-00000005"]] * 2, "the newest alone"
+    failed = str(machines.run(6, 0, 1, failing="model-00001.safetensors"))
+    assert "step-00000005 is on the machines' disks alone and is not copied: faulty://" in failed
+    assert machines.run(6, 0, 1) == 5
+    assert machines.fetched[0] == ["5/manifest.json"], "the disks had it"
+    assert copied(machines.copy) == [5, 6]
+    assert metrics(machines.disk(0)) == metrics(machines.copy) == [1, 2, 3, 4, 5, 6]
+    # And a storage that comes back while the run goes on.
+    assert machines.run(8, 0, 1, failing="step-00000007/model-00001.safetensors") == 6
+    assert copied(machines.copy) == [6, 8]
+    assert list(machines.parts(1)) == ["step-00000008"]
+
+
+def test_an_uncopied_step_that_is_not_whole_is_passed_over(machines: Machines) -> None:
+    def goes_on_from_2(steps: int, lost: str, *numbers: int) -> None:
+        assert machines.run(steps, *numbers) == 2
+        line = f"warning: checkpoint passed over: step-00000004 was not copied before, and {lost} not on"
+        assert line in machines.said
+
+    assert machines.run(2, 0, 1) == 0
+    assert machines.run(4, 0, 1, failing="model-00001.safetensors") == 2
+    for number in (0, 1):
+        shutil.copytree(machines.disk(number), machines.place / f"old-{number}")
+    shutil.copytree(machines.copy, machines.place / "old-copy")
+
+    def restore() -> None:
+        for number in (0, 1):
+            machines.lose(number)
+            shutil.copytree(machines.place / f"old-{number}", machines.disk(number))
+        shutil.rmtree(machines.copy)
+        shutil.copytree(machines.place / "old-copy", machines.copy)
+
+    goes_on_from_2(3, "2 of its 6 files are", 0)
+    restore()
+    machines.lose(1)
+    goes_on_from_2(3, "2 of its 6 files are", 0, 1)
+    restore()
+    file = machines.disk(1) / "parts/step-00000004/model-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    goes_on_from_2(3, "1 of its 6 files are", 0, 1)
+    restore()
+    (machines.disk(0) / "parts/step-00000004" / SEAL).write_text("{}")
+    goes_on_from_2(3, "its manifest is", 0, 1)
+    restore()
+    machines.lose(0)  # the parts of the others wait for nothing
     assert machines.run(3, 0, 1) == 2
     assert copied(machines.copy) == [2, 3]
+
+
+def test_without_machine_0_a_run_that_was_never_copied_begins_again(machines: Machines) -> None:
+    assert machines.run(2, 0, 1, failing="model-00001.safetensors") == 0
+    machines.lose(0)
+    assert machines.run(3, 0, 1) == 0
+    assert copied(machines.copy) == [2, 3]
+    assert metrics(machines.disk(0)) == [1, 2, 3]
 
 
 def test_damage_at_the_address_is_passed_over_unless_a_disk_has_the_file(machines: Machines) -> None:
@@ -334,6 +405,10 @@ def test_losses_and_export_are_those_of_a_run_on_a_shared_disk(tmp_path: Path, r
     written = (tmp_path / "copy/export/SHA256SUMS").stat().st_mtime_ns
     assert ranks.run(_recipe, 2, [one, two], str(config), copy) == ["", ""], "already finished"
     assert (tmp_path / "copy/export/SHA256SUMS").stat().st_mtime_ns == written
+    assert [_is_done(folder, config, *copy) for folder in (one, two)] == [True, True]
+    assert [_is_done(folder, config, *copy, "num_steps=5") for folder in (one, two)] == [False, False]
+    assert ranks.run(_recipe, 2, [one, two], str(config), [*copy, "num_steps=6"]) == ["", ""]
+    assert [_is_done(folder, config, *copy) for folder in (one, two)] == [False, False], "of another config"
 
 
 def test_what_was_not_copied_is_not_said_to_be_there(tmp_path: Path, ranks: Ranks) -> None:
@@ -355,6 +430,16 @@ def test_what_was_not_copied_is_not_said_to_be_there(tmp_path: Path, ranks: Rank
     (tmp_path / "copy/checkpoints/step-00000004").write_text("")
     for line in ranks.run(_recipe, 2, [one, two], str(config), ["num_steps=4", "export.enabled=false"]):
         assert "step 4 is not copied (see above), and the newest checkpoint is of step 3; run again" in line
+    with pytest.raises(UserError, match=r"of step 4, is not copied to checkpoint.copy_to yet; run again"):
+        checkpoint.newest_of_run(Path(one, "run"), print)
+    (tmp_path / "copy/checkpoints/step-00000004").unlink()
+    assert ranks.run(_recipe, 2, [one, two], str(config), ["num_steps=4"]) == ["", ""]
+    assert json.loads((tmp_path / "copy/export.json").read_text())["step"] == 4
+
+
+def _is_done(folder: str, config: Path, *overrides: str) -> bool:
+    with chdir(folder):
+        return bool(done(load_config(FinetuneConfig, config, overrides)))
 
 
 def _losses(folder: Path) -> list[float]:

@@ -21,6 +21,7 @@ from lptune.checkpoint import run_copy
 from lptune.checkpoint.run_copy import RunCopy
 from lptune.checkpoint.run_folder import open_run_folder, write_launch
 from lptune.checkpoint.storage import Storage
+from lptune.cli.verify import verify
 from lptune.config import CheckpointConfig, DataConfig, ExportConfig, FinetuneConfig, ModelConfig
 from lptune.distributed import World
 from tests.faults.runs import prepare, run_part, uninterrupted
@@ -554,6 +555,11 @@ def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
     newest = "bucket/runs/1/checkpoints/step-00000005/model-00000.safetensors"
     storage.rm(newest)
     capsys.readouterr()
+    with pytest.raises(UserError, match=f"^{address}: 1 of 2 are bad"):
+        verify.main([address], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert f"ok: {address}/checkpoints/step-00000004: step 4, " in said
+    assert f"bad: s3://{newest}: is missing" in said
     assert train(tmp_path / "3", address, world, 5) == 4
     assert f"passed over: s3://{newest}: is missing" in capsys.readouterr().out
 

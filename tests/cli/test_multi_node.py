@@ -6,6 +6,7 @@ their own; a toy recipe that needs no torch costs a third of a second each.
 
 # ruff: noqa: E501  (messages are compared whole)
 
+import json
 import os
 import signal
 import socket
@@ -13,10 +14,13 @@ import stat
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
+from lptune.config import FinetuneConfig, load_config
+from lptune.launch.rendezvous import digest_of
 from tests.cli.conftest import linux_only
 from tests.helpers import cold, warm
 from tests.helpers.cold import ROOT, Finished
@@ -289,3 +293,24 @@ def test_the_slurm_script_saves_before_the_time_limit_requeues_and_resumes(
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0
     assert [line for line in output.splitlines() if "resumes" in line] == ["rank 0 resumes"]
+
+
+@linux_only
+def test_a_launcher_that_comes_after_the_end_ends_at_once(tmp_path: Path, toy: list[str]) -> None:
+    """The others have left: it would wait for them, and fail. With another config it does wait."""
+    run = tmp_path / "done"
+    (run / "checkpoints/step-00000003").mkdir(parents=True)
+    (run / "export").mkdir()
+    flags = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=join_timeout=1"]
+    command = ["run", *flags, *toy, "output_dir=done"]
+    with chdir(tmp_path):
+        cfg = load_config(FinetuneConfig, Path(toy[toy.index("--config") + 1]), ["output_dir=done"])
+    about = {"id": "1a2b3c4d", "done": {"step": 3, "config": digest_of(cfg)}}
+    (run / "run.json").write_text(json.dumps(about))
+    ended = warm.lptune(command, folder=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("already finished: done/run.json says so, of step 3 and this config;")
+    for change in (["seed=1"], ["resume=none"]):
+        assert warm.lptune([*command, *change], folder=tmp_path).returncode == 1
+    (run / "export").rmdir()  # which is to be made again
+    assert warm.lptune(command, folder=tmp_path).returncode == 1

@@ -1,6 +1,7 @@
 """`lptune run` with toy recipes: exit codes, messages and signals, in this process and through torchrun."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -48,6 +49,11 @@ def main(cfg: FinetuneConfig) -> None:
         if RANK == 1:
             raise UserError("rows.jsonl: line 3: only here")
         raise RuntimeError("connection closed by peer")
+    if what == "lost":
+        if RANK == 1:
+            time.sleep(60)
+        fails = "raise RuntimeError('[/a/b/pair.cc:537] Connection closed by peer [127.0.0.1]:1. GLHF!')"
+        exec(compile(f"def all_gather(): {fails}\\nall_gather()", "/x/torch/distributed/c10d.py", "exec"))
     if what == "bug":
         raise ZeroDivisionError("one thing by nothing")
     if what == "diverged":
@@ -117,6 +123,22 @@ def test_a_rank_that_lost_its_peer_is_not_the_cause_though_it_fails_first() -> N
     lost = Outcome(rank=0, code=1, time_ns=1, host="a", line="", traceback="Traceback", lost_peer=True)
     bug = lost._replace(rank=1, time_ns=2, lost_peer=False)
     assert sorted((lost, bug), key=lambda outcome: outcome.precedence) == [bug, lost]
+
+
+def test_a_lost_peer_is_one_line_and_its_traceback_stands_in_the_log(tmp_path: Path, toy: list[str]) -> None:
+    done = warm.lptune(["run", "--nproc-per-node=2", *toy, "output_dir=lost"], folder=tmp_path)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"error: rank 0 lost another rank in all_gather \(toy\.py:\d+\), and none said why: was a machine "
+        r"or a launcher killed\? RuntimeError: \[pair\.cc:537\] Connection closed by peer "
+        r"\[127\.0\.0\.1\]:1; rank-0\.log says more",
+        line,
+    ), line
+    header, *lines = (tmp_path / "lost/logs/rank-0.log").read_text().splitlines()
+    assert " rank 0 on " in header
+    assert lines[0].startswith("Traceback")
+    assert lines[-1].endswith("GLHF!")
 
 
 def test_a_bug_shows_its_traceback_and_exits_1(tmp_path: Path, toy: list[str]) -> None:
