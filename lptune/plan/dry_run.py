@@ -323,10 +323,11 @@ def _run_steps(
         kept = optimizer.moment_keys(parameter) if parameter in optimizer.state else ()
         moments = [optimizer.state[parameter][key] for key in kept]
         state_bytes += sum(each.numel() * each.dtype.itemsize for each in (parameter, *moments))
-        pinned[memory.PARAMETERS] += (weight := memory.pinned_bytes([parameter]))
+        pinned[memory.PARAMETERS] += memory.pinned_bytes([parameter])
         pinned[memory.OPTIMIZER] += memory.pinned_bytes(moments)
         if parameter.requires_grad and not cfg.optimizer.in_backward:
-            pinned[memory.GRADIENTS] += weight
+            here = distributed.on_this_rank(parameter)  # in float32 also where the weight is stored in INT8
+            pinned[memory.GRADIENTS] += memory.pinned_size(here.numel() * here.dtype.itemsize)
     if frozen is not None:
         pinned[memory.TEACHER] += memory.pinned_bytes(Repeated(frozen, times).parameters())
     return _Steps(totals[0], totals[-1], log.at_end(), state_bytes, pinned)

@@ -236,10 +236,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def pinned_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of pinned host memory that copies of the tensors take on this rank: torch's allocator takes a
-    power of two for each.
-    """
-    return sum(1 << max(0, part.untyped_storage().nbytes() - 1).bit_length() for part in _parts(tensors))
+    """Bytes of pinned host memory that copies of the tensors take on this rank."""
+    return sum(pinned_size(part.untyped_storage().nbytes()) for part in _parts(tensors))
+
+
+def pinned_size(num_bytes: int) -> int:
+    """Bytes of pinned host memory that a tensor of so many takes: torch's allocator takes a power of two."""
+    return 1 << max(0, num_bytes - 1).bit_length()
 
 
 def _parts(tensors: Any) -> list[Tensor]:

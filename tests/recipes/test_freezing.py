@@ -18,8 +18,6 @@ def _is_frozen(name: str) -> bool:
 @pytest.mark.parametrize(
     ("kind", "ranks", "keys"),
     [
-        # test_optimizers.py freezes under tensor parallelism.
-        pytest.param("none", 2, ("parallel.tensor=2",), marks=pytest.mark.slow),
         ("int8_rowcol", 2, ("compute_dtype=bfloat16",)),
         # The export of a resumed run of this kind is compared with its base below.
         pytest.param("int8_weight_only", 1, ("activation_checkpointing=full",), marks=pytest.mark.slow),

@@ -156,13 +156,17 @@ def test_a_cut_vocabulary_and_8_bit_weights_give_nearly_the_same_words(
     int8 = ("teacher.precision=int8_weight_only", f"logits.folder={tmp_path / 'int8'}")
     done = run_recipe(*int8, recipe="precompute_logits")
     assert "verified: 21 GEMMs" in done.stdout  # 3 blocks of 7 layers
-    for name, off in (("cut", 2e-3), ("int8", 0.1)):
+    for name in ("cut", "int8"):
         for path in computed.glob("logits-*"):
             ours, theirs = load_file(path), load_file(tmp_path / name / path.name)
             # Equal words may change places if their probabilities are nearly equal.
             assert (ours["words"] == theirs["words"]).float().mean() > (0.98 if name == "cut" else 0.4)
-            assert (ours["log_p"].float() - theirs["log_p"].float()).abs().max() < off
-            assert (ours["log_rest"].float() - theirs["log_rest"].float()).abs().max() < off
+            for each in ("log_p", "log_rest"):
+                whole, found = ours[each].float(), theirs[each].float()
+                # Float32 sums in another order, rounded to float16: the same number or the next, which is
+                # at most eps of it away.
+                off = whole.abs() * torch.finfo(torch.float16).eps if name == "cut" else 0.1
+                assert ((found - whole).abs() <= off).all(), each
 
 
 def test_a_student_learns_from_disk_alike_on_any_ranks_and_resumes_bitwise(
