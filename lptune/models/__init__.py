@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lptune.models.attention import activate_attention
     from lptune.models.backbone import Backbone, Part, aliases, build_on_meta, num_parameters, tie
     from lptune.models.cache import KVCache
-    from lptune.models.context import Group, part
+    from lptune.models.context import Group, part, summed
     from lptune.models.decoder import Decoder, RMSNorm
     from lptune.models.documents import DocumentBounds
     from lptune.models.frozen import freeze
@@ -72,6 +72,7 @@ __all__ = [
     "preset_names",
     "read_config",
     "read_index",
+    "summed",
     "summed_cross_entropy",
     "tie",
 ]
@@ -80,7 +81,7 @@ _LAZY = {
     "attention": ("activate_attention",),
     "backbone": ("Backbone", "Part", "aliases", "build_on_meta", "num_parameters", "tie"),
     "cache": ("KVCache",),
-    "context": ("Group", "part"),
+    "context": ("Group", "part", "summed"),
     "decoder": ("Decoder", "RMSNorm"),
     "documents": ("DocumentBounds",),
     "frozen": ("freeze",),

@@ -44,7 +44,7 @@ def check_first_loss(
     if step or cfg.precision.is_none or keys.stores_low or keys.for_servers or cfg.parallel.tensor > 1:
         return
     batch = loader.micro_batches(0)[0].to(world.device)
-    with leaving_no_trace(model, low, loader, 0):
+    with leaving_no_trace(model, low, 0, world.token_rank * loader.micro_batches_per_rank):
         passes = ShadowPass(model, low.plan)
         with passes.low():
             low_BS = _losses(model, batch)

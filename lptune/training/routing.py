@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lptune.models import Backbone, part
+from lptune.models import Backbone, part, summed
 
 
 class Routing:
@@ -31,8 +31,9 @@ class Routing:
         a forward; None: none is padding. In a forward of another number of tokens, all count.
         """
         self._mixtures = model.mixtures if isinstance(model, Backbone) else {}
-        if is_padding_BS is not None and isinstance(model, Backbone):
-            is_padding_BS = part(is_padding_BS, model.group)
+        self._group = model.group if isinstance(model, Backbone) else None
+        if is_padding_BS is not None:
+            is_padding_BS = part(is_padding_BS, self._group)
         self._counts_T = None if is_padding_BS is None else ~is_padding_BS.flatten()
         self._chosen: dict[str, dict[str, list[Tensor]]] = {}
 
@@ -56,7 +57,8 @@ class Routing:
 
     def counts(self) -> dict[str, Tensor]:
         """By mixture, float32 (2,): the number of tokens whose experts are the same under both names, in any
-        order, and the number of all tokens of this rank, padding apart.
+        order, and the number of all tokens, padding apart: of whole rows, on each rank that shares them. A
+        collective of these ranks.
         """
         low, high = self._chosen.values()
         found = {}
@@ -65,7 +67,8 @@ class Routing:
             pairs = zip(low[mixture], high[mixture], strict=False)
             if same := [self._without_padding((one == other).all(-1).flatten()) for one, other in pairs]:
                 same_T = torch.cat(same).float()
-                found[mixture] = torch.stack([same_T.sum(), torch.ones_like(same_T).sum()])
+                counts_2 = torch.stack([same_T.sum(), torch.ones_like(same_T).sum()])
+                found[mixture] = summed(counts_2, self._group)
         return found
 
     def _without_padding(self, same_T: Tensor) -> Tensor:

@@ -79,7 +79,8 @@ class ShadowCheck:
         """
         started_s, batch = time.perf_counter(), self._loader.micro_batches(step)[0]
         self._losses.clear()
-        with leaving_no_trace(self._model, self._low, self._loader, step):
+        number = self._world.token_rank * self._loader.micro_batches_per_rank
+        with leaving_no_trace(self._model, self._low, step, number):
             passes = ShadowPass(self._model, self._low.plan)
             routing = Routing(self._model, batch.is_padding)
             with passes.comparing(), routing.of("low"), _Backward(passes) as low:
@@ -185,14 +186,13 @@ class _Backward(TorchFunctionMode):
 
 
 @contextmanager
-def leaving_no_trace(model: nn.Module, low: LowPrecision, loader: Loader, step: int) -> Iterator[None]:
+def leaving_no_trace(model: nn.Module, low: LowPrecision, step: int, number: int) -> Iterator[None]:
     """Surrounds passes before the step `step` (counted from 0) that update nothing, with the random bits of
-    this rank's first micro-batch and without dropout, which would differ between passes that are compared.
+    the micro-batch `number` and without dropout, which would differ between passes that are compared.
     The step then finds what it would find without them: weights to be gathered, scales to be measured.
     """
     reshard(model)
-    outside = low.outside_of_steps(step, loader.rank * loader.micro_batches_per_rank)
-    with keep_compute_weights(model), outside, eval_mode(model):
+    with keep_compute_weights(model), low.outside_of_steps(step, number), eval_mode(model):
         yield
     reshard(model)
     weights_changed(model)

@@ -13,6 +13,8 @@ from lptune.base.errors import UserError
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig
 from lptune.distributed import record_collectives
 from lptune.models import attention, context
+from lptune.training.first_loss import check_first_loss
+from lptune.training.routing import Routing
 from lptune.training.samples import greedy
 from tests.distributed.test_tensor_parallel import preset_config
 from tests.helpers import hf_types, packed, tiny_run
@@ -336,3 +338,39 @@ def test_settings_that_exclude_shared_rows_are_one_line() -> None:
     cfg.check_ranks(4)
     with pytest.raises(UserError, match=r"do not divide among 4 data ranks"):
         cfg.check_ranks(8)
+
+
+def _checked(rank: int, num_ranks: int, folder: str) -> tuple[dict[str, list[float]], list[int]]:
+    """Of one forward twice: the tokens with the same experts and all, over all ranks; and the micro-batch
+    whose random bits the check of the first loss draws.
+    """
+    with distributed.session("cpu", ParallelConfig(context=num_ranks)) as world:
+        cfg = tiny_run.config("int8_rowcol", parallel=ParallelConfig(context=num_ranks))
+        model = models.build_on_meta(models.read_config(Path(folder), "transformers"))
+        distributed.parallelize(model, world, cfg)
+        distributed.materialize(model, world, cfg)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                distributed.local_rows(parameter)[0].normal_(0.0, 0.02)
+        tokens_BS, _ = _batch(128, 0)
+        is_padding_BS = torch.arange(packed.SEQ_LEN).expand_as(tokens_BS) >= packed.SEQ_LEN - 5
+        routing = Routing(model, is_padding_BS)
+        for name in ("low", "high"):
+            with torch.no_grad(), routing.of(name):
+                model(tokens_BS, packed.bounds())
+        counts = {name: world.sums(each) for name, each in routing.counts().items()}
+        numbers: list[int] = []
+        low, loader = mock.MagicMock(), mock.MagicMock(rank=world.data_rank, micro_batches_per_rank=3)
+        low.outside_of_steps.side_effect = lambda step, number: numbers.append(number)
+        with pytest.raises(TypeError, match="context manager"):  # by then it has the number
+            check_first_loss(model, low, loader, cfg, world, 0)
+        return counts, numbers
+
+
+def test_checks_count_the_tokens_of_all_ranks_and_draw_the_bits_of_training(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    hf_types.causal("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
+    for rank, (counts, numbers) in enumerate(ranks.run(_checked, 2, str(tmp_path))):
+        assert list(counts.values()) == [[2 * packed.SEQ_LEN - 10] * 2]
+        assert numbers == [3 * rank]
