@@ -360,7 +360,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("run old.py --config toy.yaml", "old.py: line 1: cannot import name 'is_due' | another version | `lptune cp`"),
     ("validate list.yaml", "list.yaml: must hold `key: value` lines, found a list"),
     ("validate toy.yaml optimzer.lr=1e-4", "argument 'optimzer.lr=1e-4': unknown key | did you mean 'optimizer'?"),
-    ("validate toy.yaml precision.kind=int8", "'precision.kind=int8' | of its 13 choices | mean 'int8_rowcol'?"),
+    ("validate toy.yaml precision.kind=int8", "'precision.kind=int8' | of its 14 choices | mean 'int8_rowcol'?"),
     ("validate toy.yaml data.eval_fraction=0.1 data.eval_source=builtin", "data.eval_fraction | set one of them"),
     ("validate toy.yaml checkpoint.keep_best=1", "checkpoint.keep_best: needs evaluations | set data.eval_fraction"),
     ("validate toy.yaml data.eval_fraction=0.1 eval_every_steps=4 checkpoint.keep_best=1 checkpoint.every_steps=6",

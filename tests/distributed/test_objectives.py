@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lptune import distributed, linear, models
 from lptune.config import ParallelConfig
 from lptune.distributed import record_collectives
-from lptune.distributed.activation_collectives import Group, RankWords
+from lptune.distributed.activation_collectives import RankWords
 from lptune.distributed.compilation import compile_chunk_loss
-from lptune.models import TopKDivergence, WeightedSum, chunks
+from lptune.models import Group, TopKDivergence, WeightedSum, chunks
 from lptune.models.chunks import Logits, in_chunks
 from lptune.models.loss import is_number
 from tests.distributed.test_tensor_parallel import _config, build, preset_config
@@ -54,7 +54,7 @@ def _objectives_of_parts(rank: int, num_ranks: int) -> dict[str, Tensor]:
     results = dict[str, Tensor]()
     with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
         assert world.tensor_mesh is not None
-        head = _PartOfTheLogits(Group.of(world.tensor_mesh))
+        head = _PartOfTheLogits(Group.of(world.tensor_mesh.get_group()))
         for num_tokens, max_logits in ((T, None), (T, 5 * V), (0, None)):
             for name, objective in _cases(num_tokens).items():
                 logits_TV, labels_T, _ = one_rank.inputs()
@@ -184,7 +184,7 @@ def _documented(rank: int, num_ranks: int) -> tuple[Tensor, Tensor]:
     """The value of the documented objective and its whole gradient."""
     with distributed.session("cpu", ParallelConfig(tensor=num_ranks)) as world:
         assert world.tensor_mesh is not None
-        head = _PartOfTheLogits(Group.of(world.tensor_mesh))
+        head = _PartOfTheLogits(Group.of(world.tensor_mesh.get_group()))
         logits_TV, labels_T, _ = one_rank.inputs()
         of_chunk = functools.partial(one_rank.chunk_loss(V), head, one_rank.documented_objective())
         found = in_chunks(of_chunk, [logits_TV, labels_T], V, max_logits=5 * V)
