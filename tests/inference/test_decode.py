@@ -100,6 +100,6 @@ def test_every_kind_decodes_in_8_bits_what_it_writes_without_a_cache(world: Worl
         found = greedy_ids(model, prompts, 8)
     assert {len(ids) for ids in found} == {8}
     assert record, low
-    # With a scale for all tokens of a forward, which nvfp4 has beside those of blocks, others would be written.
+    # With a scale for all tokens of a forward, as nvfp4 has beside those of blocks, others would be written.
     if plan.converted[0].spec and not plan.converted[0].spec.kind.one_scale and kind != "nvfp4":
         assert found == training.greedy(model, prompts, max_new_tokens=8, stop_ids=(), pad_id=0)
