@@ -337,6 +337,8 @@ def set_batches(
         raise UserError(f"{draft.file}: {total} rows per step are no multiple of {size} rows per forward")
     draft.set("micro_batch_size", size, *keys)
     draft.set("global_batch_size", total, *total_keys)
+    if all(draft.value_of(key, 1) > 1 for key in ("parallel.tensor", "parallel.context")):
+        draft.ask("parallel.context", "lptune has it or parallel.tensor, not both: set one of the two to 1")
 
 
 def set_defaults(draft: Draft, defaults: Mapping[str, object]) -> None:

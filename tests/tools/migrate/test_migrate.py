@@ -204,6 +204,15 @@ def test_rows_per_step_follow_from_the_ranks_that_do_not_share_a_model(tmp_path:
         migrate(path, num_ranks=3)
 
 
+@pytest.mark.parametrize("context", [1, 2])
+def test_context_beside_tensor_parallelism_is_to_fill_in(context: int, tmp_path: Path) -> None:
+    def both(values: dict[str, Any]) -> None:
+        values.update(tensor_parallel_dim=2, context_parallel_dim=context)
+
+    draft = migrate(edited(tmp_path, torchtune_8b, both), num_ranks=8)
+    assert ("parallel.context" in dict(draft.to_fill)) == (context > 1)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "all_gather"),
     [
