@@ -142,13 +142,15 @@ class RunCopy:
         After an error prints a line. names: of the files that this rank copies. Where machines have a disk
         each, `checkpoint` is what this one has written.
         """
-        name, what, is_copied = step_folder_name(step), "is not copied", False
+        name, what = step_folder_name(step), "is not copied"
+        is_kept = is_copied = False
         final = checkpoint.with_name(name) if self._folder.own_disks else checkpoint
         try:
             with self._world.phase(f"copied {name} to {self._storage.address}", in_background=True):
                 with group.together(_ERRORS, why):
                     if self._folder.own_disks and self._folder.prepares:
                         parts.publish(checkpoint, final)
+                is_kept = self._folder.own_disks
                 self._put(_place(step), final, names, _SEAL, group)
                 what, is_copied = "is copied, but what it replaces could not be removed", True
                 self.step = step
@@ -157,11 +159,14 @@ class RunCopy:
                         self._remove_old(step)
         except UserError as error:
             again = "tried again with the next checkpoint, or when the run starts again"
-            if self._folder.own_disks and not is_copied:
+            if is_kept and not is_copied:
                 again = "the disks keep it until a later one is copied; the next start copies it"
             self._world.print(f"warning: {name} {what}: {error}; {again}")
         if self._folder.own_disks and self._folder.prepares:
-            parts.settle(final, is_copied=is_copied)
+            if is_kept:
+                parts.settle(final, is_copied=is_copied)
+            else:  # a machine's disk has not taken it: the part before it stays on all
+                shutil.rmtree(final, ignore_errors=True)
 
     def to_export(self, step: int, count: int) -> list[Manifest]:
         """The checkpoint of `step` and the `count - 1` before it, on machines with a disk each. Raises
@@ -352,6 +357,8 @@ class RunCopy:
         except UserError as error:
             what = f"{folder.name} is on the machines' disks alone and is not copied: {error}"
             raise type(error)(f"{_KEY}: {what}; run again") from None
+        if self._folder.prepares:
+            parts.settle(folder, is_copied=True)
         return True
 
     def _check_place(self) -> None:
