@@ -166,7 +166,8 @@ class RunCopy:
             if is_kept:
                 parts.settle(final, is_copied=is_copied)
             else:  # a machine's disk has not taken it: the part before it stays on all
-                shutil.rmtree(final, ignore_errors=True)
+                for path in (checkpoint, final):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def to_export(self, step: int, count: int) -> list[Manifest]:
         """The checkpoint of `step` and the `count - 1` before it, on machines with a disk each. Raises

@@ -1,8 +1,10 @@
 """Machines with a disk each: the run is whole at `checkpoint.copy_to`, and goes on there with any of them."""
 
+import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from lptune import checkpoint, distributed
 from lptune.base.errors import UserError
 from lptune.base.step_folders import list_checkpoints
-from lptune.checkpoint import run_folder
+from lptune.checkpoint import parts, run_folder
 from lptune.checkpoint.run_copy import RunCopy
 from lptune.checkpoint.run_folder import RunFolder
 from lptune.checkpoint.sums import verify_sums
@@ -33,7 +35,13 @@ SEAL = "manifest.json"
 
 
 def _job(
-    rank: int, num_ranks: int, folders: list[str], address: str, steps: int, failing: str = ""
+    rank: int,
+    num_ranks: int,
+    folders: list[str],
+    address: str,
+    steps: int,
+    failing: str = "",
+    full_at: str = "",
 ) -> tuple[object, list[str], str]:
     """Ranks of as many machines, each with its folder. Returns the first step, or the error; the files of
     checkpoints that were fetched; and what was printed.
@@ -57,6 +65,8 @@ def _job(
         ):
             patch.setattr(World, "print", lambda self, text: said.append(text))
             patch.setattr(run_folder, "_PATIENCE_S", 0.0)
+            if rank == 1 and full_at:
+                patch.setattr(parts, "publish", _full_at(full_at))
             try:
                 first: object = train(Path("run"), address, world, steps)
             except UserError as error:
@@ -64,6 +74,15 @@ def _job(
     finally:
         Faulty.fault = staticmethod(faulty_storage.none)
     return first, sorted(fetched), "\n".join(said)
+
+
+def _full_at(name: str) -> Callable[[Path, Path], None]:
+    def publish(written: Path, final: Path, as_it_is: Callable[[Path, Path], None] = parts.publish) -> None:
+        if final.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        as_it_is(written, final)
+
+    return publish
 
 
 class Machines:
@@ -80,11 +99,11 @@ class Machines:
     def lose(self, number: int) -> None:
         shutil.rmtree(self.disk(number))
 
-    def run(self, steps: int, *numbers: int, failing: str = "") -> object:
+    def run(self, steps: int, *numbers: int, failing: str = "", full_at: str = "") -> object:
         """Trains on the machines `numbers`; returns the step from which they went on, or the error of all."""
         folders = [str(self.disk(number).parent) for number in numbers]
         address = f"faulty://{self.copy}"
-        found = self._ranks.run(_job, len(numbers), folders, address, steps, failing)
+        found = self._ranks.run(_job, len(numbers), folders, address, steps, failing, full_at)
         self.fetched, self.said = [each[1] for each in found], found[0][2]
         assert len({str(first) for first, _, _ in found}) == 1, found
         for path in self.copy.glob(f"checkpoints/step-*/{SEAL}"):
@@ -209,6 +228,13 @@ def test_a_storage_that_fails_for_long_costs_no_step(machines: Machines, before:
     assert machines.run(8, 0, 1, failing="step-00000007/model-00001.safetensors") == 6
     assert copied(machines.copy) == [6, 8]
     assert list(machines.parts(1)) == ["step-00000008"]
+
+
+def test_a_part_that_one_disk_does_not_take_leaves_the_one_before_it(machines: Machines) -> None:
+    assert machines.run(3, 0, 1, failing="model-00001.safetensors", full_at="step-00000003") == 0
+    assert "warning: step-00000003 is not copied: No space left on device" in machines.said
+    assert [list(machines.parts(number)) for number in (0, 1)] == [["step-00000002"]] * 2
+    assert machines.run(3, 0, 1) == 2
 
 
 def test_an_uncopied_step_that_is_not_whole_is_passed_over(machines: Machines) -> None:
