@@ -184,23 +184,11 @@ def attend(
     that it stores (cache.py); with `visible.group`, S are this rank's tokens. softcap: the backend must be
     `flex` or `explicit`.
     """
-    group = visible.group
-    k_BSMD, v_BSMD, q_BSND = (to_heads(x, group) for x in (k_BSMD, v_BSMD, q_BSND))
-    found = attend_rows(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
-    return to_tokens(found, group)
-
-
-def attend_rows(
-    q_BSND: Tensor,
-    k_BSMD: Tensor,
-    v_BSMD: Tensor,
-    visible: Visibility,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """`attend`, with all tokens of the rows whatever `visible.group` is."""
+    if (group := visible.group) is not None:
+        k_BSMD, v_BSMD, q_BSND = (to_heads(x, group) for x in (k_BSMD, v_BSMD, q_BSND))
+        whole = visible._replace(group=None)
+        found = attend(q_BSND, k_BSMD, v_BSMD, whole, scale=scale, window=window, softcap=softcap)
+        return to_tokens(found, group)
     if visible.past is not None:
         k_BSMD, v_BSMD = visible.past.extend(k_BSMD, v_BSMD)
     if visible.offsets is not None:

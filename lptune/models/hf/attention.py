@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lptune.base.errors import UserError
-from lptune.models.attention import attend_rows, make_visibility
+from lptune.models.attention import attend, make_visibility
 from lptune.models.cache import LayerCache
 from lptune.models.context import Group, own_heads, to_heads, to_tokens
 from lptune.models.documents import DocumentBounds, Visibility
@@ -253,7 +253,8 @@ def attention(
         wide = max(size, query.shape[-1])
         query, key, value = (F.pad(each, (0, wide - each.shape[-1])) for each in (query, key, value))
     q_BSND, k_BSMD, v_BSMD = (each.transpose(1, 2) for each in (query, key, value))
-    out_BSND = attend_rows(q_BSND, k_BSMD, v_BSMD, visible, scale=scale, window=window, softcap=softcap)
+    whole = visible._replace(group=None)
+    out_BSND = attend(q_BSND, k_BSMD, v_BSMD, whole, scale=scale, window=window, softcap=softcap)
     return to_tokens(out_BSND[..., :size], group), None
 
 
