@@ -112,7 +112,8 @@ def _parts(
 
 def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Advice:
     """The kind to take: the fastest whose loss is within the limit of `quality`, or one that is as fast and
-    has a smaller loss; `none` if none pays.
+    has a smaller loss; `none` if none pays. If none within it pays, figures of another model refuse no kind
+    that does.
     """
     ranked = sorted(candidates, key=lambda each: each.step_s)
     (none,) = [each for each in ranked if each.kind == "none"]
@@ -125,6 +126,8 @@ def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Adv
         return f"{each.kind}, has {each.speedup:.2f}x of its speed and a loss of {losses[each.kind]}"
 
     fastest, within = low[0], [each for each in low if quality.allows(each.kind)]
+    if not quality.is_measured and (not within or within[0].speedup < WORTH):
+        within = low
     if fastest.speedup < WORTH or not within or within[0].speedup < WORTH:
         reason = f"the best other kind, {about(within[0] if within else fastest)}"
         return Advice(candidates=tuple(ranked), chosen=none, reason=reason)

@@ -57,14 +57,11 @@ class Quality:
     """By kind and layer, of one micro-batch."""
     least_db: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """By kind, the SQNR below which a GEMM is named: `precision.shadow_min_sqnr_db`."""
-    limit: float = math.inf
-    """A kind that moves the loss by more is not recommended. LIMIT if the user's model was measured; figures
-    of another model only order the kinds."""
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it is of the user's model."""
-        return self.limit < math.inf
+    limit: float = LIMIT
+    """A kind that moves the loss by more is not recommended, unless nothing else pays and the figures are of
+    another model."""
+    is_measured: bool = True
+    """Whether it is of the user's model."""
 
     def allows(self, kind: str) -> bool:
         """Whether `kind` is within the limit, give or take two standard errors. A loss that is much smaller
@@ -72,7 +69,7 @@ class Quality:
         """
         difference, error = self.differences[kind]
         if math.isnan(error):  # one row says too little
-            return True
+            return math.isfinite(difference)
         return abs(difference) <= self.limit + 2 * error and error <= self.limit
 
 
@@ -83,6 +80,7 @@ PUBLISHED = Quality(
         for kind, keys in PRECISION_KINDS.items()
         if kind != "none"
     },
+    is_measured=False,
 )
 """By the record of each kind in the config."""
 LEAST, MOST = 8, 128
@@ -111,7 +109,7 @@ def measure(cfg: RunConfig, kinds: Sequence[str], seconds: float, world: World) 
     found, loss, num_targets = differences(model, precisions, batches, seconds=seconds)
     source = f"measured here, {num_targets:,} targets of {cfg.model.path}, whose loss in none is {loss:.4f}"
     least_db = {kind: precision.min_sqnr_db for kind, precision in precisions.items()}
-    quality = Quality(source=source, differences=found, least_db=least_db, limit=LIMIT)
+    quality = Quality(source=source, differences=found, least_db=least_db)
     # Only a kind that may be recommended is reported on; without one, the nearest.
     multiplying = [kind for kind in kinds if not PRECISION_KINDS[kind].stores_low]
     nearest = sorted(multiplying, key=lambda kind: abs(found[kind].difference))[:1]

@@ -64,9 +64,15 @@ def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command:
     assert list(Path().iterdir()) == []
 
 
-def test_the_fastest_kind_that_pays_is_recommended(command: Command, timings: dict[str, float]) -> None:
+def test_the_fastest_kind_that_keeps_the_loss_is_recommended(
+    command: Command, timings: dict[str, float]
+) -> None:
     code, out, _ = command("advise", *SMALL)
     assert code == 0
+    assert re.search(r"^advice: precision.kind=int8_rotated, [\d.]+x as fast as none; ", out, re.MULTILINE)
+    assert "the fastest, int8_rowcol, has" in " ".join(out.split())
+    timings.update(int8_rotated=0.8)
+    code, out, _ = command("advise", *SMALL)
     assert re.search(r"^advice: precision.kind=int8_rowcol, [\d.]+x as fast as none$", out, re.MULTILINE)
     assert list(Path().iterdir()) == []
 
@@ -86,7 +92,7 @@ def test_a_gpu_that_is_not_here_is_predicted_and_said_to_be(command: Command) ->
     assert "predicted, not measured" in out
     assert max(map(len, out.splitlines())) <= 80
     kinds = re.findall(r"^(\w+) +[\d.]+ m?s +[\d.]+x", out, re.MULTILINE)
-    assert set(kinds) == {"none", "int8_rowcol"}, "an A100 has no float8"
+    assert set(kinds) == {"none", "int8_rowcol", "int8_rotated"}, "an A100 has no float8"
 
 
 def test_another_recipe_is_advised_on_and_what_is_left_out_is_named(command: Command) -> None:

@@ -110,6 +110,13 @@ def test_of_kinds_that_are_as_fast_the_one_closest_to_bf16_is_taken() -> None:
     assert choose(int8_rowcol=1.02, int8_tensorwise=1.05).chosen.kind == "int8_tensorwise"
 
 
+def test_published_losses_prefer_a_kind_and_refuse_none() -> None:
+    found = choose(int8_rowcol=1.25, int8_rotated=1.15)
+    assert found.chosen.kind == "int8_rotated"
+    assert "the fastest, int8_rowcol, has 1.25x" in found.reason
+    assert choose(int8_rowcol=1.25, int8_rotated=1.02).chosen.kind == "int8_rowcol"
+
+
 def test_a_kind_that_costs_this_model_too_much_is_not_recommended() -> None:
     losses = {"int8_rowcol": Difference(0.03, 0.001), "int8_rotated": Difference(0.004, 0.001)}
     quality = Quality(source="made up", differences=losses, limit=0.01)
@@ -131,6 +138,7 @@ def test_a_kind_that_costs_this_model_too_much_is_not_recommended() -> None:
         (-0.3, 0.001, False),
         (0.3, 0.2, False),
         (0.3, math.nan, True),
+        (math.inf, math.nan, False),
     ],
 )
 def test_the_limit_allows_for_the_noise_and_refuses_luck(
