@@ -151,7 +151,7 @@ check: .venv/.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# benchmarks/training.py wants a checkpoint and data, gpu_suite.py a GPU, crossover.py a quiet hour.
+# gpu_suite.py wants a GPU, crossover.py a quiet hour.
 bench: .venv/.installed
 	@set -e; for name in linear kernels numerics checkpoint; do \
 	  echo "== benchmarks/$$name.py"; PYTHONPATH=. $(BIN)/python benchmarks/$$name.py; done

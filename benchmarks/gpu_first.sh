@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the benchmarks of the first half hour on a GPU: calls of at most nine minutes (docs/gpu.md).
 #
-#   bash benchmarks/gpu_first.sh 1|2|3|4|5|all [--out FOLDER] [--wheels FOLDER] [--checkpoint FOLDER --data FILE]
+#   bash benchmarks/gpu_first.sh 1|2|3|4|5|all [--out FOLDER] [--wheels FOLDER]
 #   bash benchmarks/gpu_first.sh --small             all of them with sizes that a CPU can finish
 #
 # The first half of call 1 answers most of what is asked; calls 4 and 5 are for who has more than half an hour. Each

@@ -9,7 +9,7 @@
     call 2   3b         training steps of 3B, ours and then torchao's                     steps.py
     call 3   kernels    GEMMs and quantizers against their rooflines, ours and torch's    kernels.py
              8b         8B on one GPU, memory beside its plan                             steps.py
-             quality    300 steps in bf16, INT8 and float8: held-out losses               training.py
+             quality    300 steps in bf16, INT8 and float8: held-out losses       lptune sweep
              variants   3B with trial settings (LPTUNE_TRY, keys)                         steps.py
     call 4   linear     a linear layer in three kinds, then torchao's                     linear.py
              1b         training steps of 1B                                              steps.py
@@ -25,7 +25,7 @@ for the first).
 
 OUT/call-N.jsonl gets each row as soon as it is measured, OUT/call-N.json the results of every part within
 half a second, OUT/call-N.txt the output with its tables. So whatever kills a call, at any moment, what was
-measured is there. No network, checkpoint or data is needed; --checkpoint and --data give `quality` real ones.
+measured is there. No network, checkpoint or data is needed.
 --wheels FOLDER installs the wheels of that folder first, for this run only. --small (the default without a
 GPU) runs the same commands with sizes that a CPU can finish.
 """
@@ -36,6 +36,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -132,8 +133,9 @@ def part(name: str, args: argparse.Namespace, json_file: Path, minutes: float) -
         return script("fsdp.py", "--profile", *(tiny if small else []))
     if name == "quality":
         # Autotuning would take longer than these small steps.
-        made = script("training.py", *_quality(args), "--out", str(work / "quality"), *until)
-        return made._replace(environment={"LPTUNE_AUTOTUNE": "0"})
+        return Part(
+            ["bash", "-ec", _sweep(shlex.quote(str(work / "quality")), small)], {"LPTUNE_AUTOTUNE": "0"}
+        )
     setting, labels = settings(name, args.card_gib)
     options = ["--work", str(work / "steps"), *until]
     if small:
@@ -219,17 +221,16 @@ def _tests(args: argparse.Namespace, json_file: Path) -> Part:
     return Part([sys.executable, "-m", "pytest", *options, *files], environment)
 
 
-def _quality(args: argparse.Namespace) -> list[str]:
-    variants = ["int8_rowcol", "float8_rowwise"] if not args.small else ["int8_rowcol"]
-    options = ["--seeds", "1", "--num-steps", "4" if args.small else "300"]
-    options += [word for variant in variants for word in ("--variant", variant)]
-    if args.checkpoint is not None:
-        options += ["--checkpoint", str(args.checkpoint), "--data", str(args.data)]
-    values = ["data.seq_len=256", "global_batch_size=8", "micro_batch_size=8", "optimizer.lr=1e-3"]
-    values += ["data.eval_fraction=0.05", "eval_every_steps=300", "compile=block"]
-    if args.small:
-        values += ["data.seq_len=64", "data.max_rows=200", "compile=none", "eval_every_steps=4"]
-    return [*options, *(word for value in values for word in ("--override", value))]
+def _sweep(folder: str, small: bool) -> str:
+    """The commands that train a small random model in each kind, of which the last one prints a table."""
+    lptune, checkpoint = f"{shlex.quote(sys.executable)} -m lptune", f"{folder}/checkpoint"
+    kinds, steps = ("none,int8_rowcol", 4) if small else ("none,int8_rotated,int8_rowcol,float8_rowwise", 300)
+    keys = f"model.path={checkpoint} data.source=builtin precision.kind={kinds} num_steps={steps} "
+    keys += f"eval_every_steps={steps} data.eval_fraction=0.05 global_batch_size=8 micro_batch_size=8 "
+    keys += "optimizer.lr=1e-3 checkpoint.at_end=false export.enabled=false "
+    keys += "data.seq_len=64 data.max_rows=200 compile=none" if small else "data.seq_len=256 compile=block"
+    sweep = f"{lptune} sweep full_finetune --config llama3_2/1b {keys} --output-dir {folder}/runs"
+    return f"[ -d {checkpoint} ] || {lptune} new-checkpoint llama3_2/quickstart {checkpoint}\n{sweep}"
 
 
 class Call:
@@ -417,19 +418,13 @@ def main() -> int:
         "--work", type=Path, default=Path("runs/gpu_first/work"), help="for what is thrown away"
     )
     parser.add_argument("--wheels", type=Path, help="install these wheels first")
-    parser.add_argument("--checkpoint", type=Path, help="a Hugging Face folder for `quality`")
-    parser.add_argument("--data", type=Path, help="rows for `quality`, with --checkpoint")
     parser.add_argument("--minutes", type=float, default=9.0, help="of a call")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
-    if (args.checkpoint is None) != (args.data is None):
-        parser.error("--checkpoint and --data go together")
     for number in (signal.SIGTERM, signal.SIGHUP):  # handled like Ctrl-C, so that the running part ends too
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     started = time.monotonic()
-    for name in ("out", "work", "checkpoint", "data"):
-        path = getattr(args, name)
-        setattr(args, name, path and path.absolute())
+    args.out, args.work = args.out.absolute(), args.work.absolute()
     for folder in (args.out, args.work):
         folder.mkdir(parents=True, exist_ok=True)
     if args.wheels:

@@ -264,39 +264,6 @@ def test_results_of_an_earlier_call_are_kept(load: Load, tmp_path: Path) -> None
     assert len(list(tmp_path.glob("call-1*.json"))) == 3
 
 
-def test_losses_of_another_checkpoint_are_not_taken_for_this_ones(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = load("training")
-    runs: list[list[str]] = []
-
-    def run(command: list[str], timeout_s: float) -> Any:
-        runs.append(command)
-        folder = tmp_path / "none-seed0"
-        folder.mkdir(exist_ok=True)
-        rows = [{"step": 0, "eval_loss": 2.0}, {"step": 4, "eval_loss": 1.0 / len(runs)}]
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(training, "_run", run)
-    data = tmp_path / "rows.jsonl"
-    data.write_text("{}", encoding="utf-8")
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name, encoding="utf-8")
-
-    def final(checkpoint: str, *override: str) -> float:
-        keys = {"data": data, "config": "llama3_2/1b", "num_steps": 4, "out": tmp_path}
-        args = argparse.Namespace(checkpoint=tmp_path / checkpoint, override=list(override), **keys)
-        return float(training.final_loss("none", 0, args, 60.0)[1])
-
-    assert [final("a"), final("a")] == [1.0, 1.0]
-    assert [final("b"), final("b")] == [1 / 2, 1 / 2]
-    assert final("b", "optimizer.lr=1e-4") == 1 / 3
-    data.write_text("{} ", encoding="utf-8")
-    assert final("b", "optimizer.lr=1e-4") == 1 / 4
-
-
 def test_a_checkpoint_without_weights_on_disk_is_read_as_one(load: Load, tmp_path: Path) -> None:
     from lptune import checkpoint, models
 
