@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lptune import checkpoint, data, linear, models
+from lptune.checkpoint.resume import newest_verified
 from lptune.config import ExportConfig, PretrainConfig, load_config
 
 Weights = dict[str, Tensor]
@@ -74,7 +75,7 @@ def main() -> None:
     args = parser.parse_args()
     fmt, cfg = args.format, load_config(PretrainConfig, args.run / "config.yaml")
     base = checkpoint.read_base(cfg.model.path, print)
-    newest = checkpoint.newest_verified(args.run / "checkpoints", print)
+    newest = newest_verified(args.run / "checkpoints", print)
     assert newest is not None
     high, _ = exported(newest.folder, base.index, "none")
     low, in_8_bits = exported(newest.folder, base.index, fmt)
