@@ -130,7 +130,7 @@ def test_the_table_of_types_has_every_type_and_no_hole() -> None:
 
 
 def test_the_example_of_the_linear_layer_runs() -> None:
-    # The others are the callback of tests/linear/test_transformers.py and what test_accelerate.py does.
+    # The other is what tests/distributed/test_accelerate.py does.
     code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "linear.md").read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, "docs/linear.md", "exec"), {})  # an error is the failure; it verifies itself
 
