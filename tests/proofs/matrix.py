@@ -326,7 +326,7 @@ _tap.register_autograd(_tap_gradient, setup_context=_remember)
 
 
 def page(outcomes: dict[Cell, Outcome], command: str) -> str:
-    """docs/matrix.md: a row per way to compile, a column per checkpointing and model; equal kinds share one."""
+    """docs/matrix.md: a row per way to compile, a column per checkpointing and model; equal kinds are one."""
     columns = list(itertools.product(FACTORS["checkpointing"], FACTORS["model"]))
     failed = {cell: outcome for cell, outcome in outcomes.items() if outcome.failures}
     worst = {

@@ -55,7 +55,7 @@ from tests.recipes.conftest import read_metrics
 COLUMNS = (
     "plan", "packed", "loaded", "int8_rowcol", "float8_rowwise", "2 ranks", "export", "generated",
 )  # fmt: skip
-TITLE = "### What was tried with each type"
+TITLE = "## What was tried with each type"
 LOGITS = 2e-5
 """Of a difference of logits: float32, 4 blocks of at most 128 products in a row, whose order differs."""
 GRADIENTS = 1e-5
