@@ -12,7 +12,7 @@ import harness
 from lptune import models
 from lptune.plan.traffic import PASSES, Entry, layer_traffic
 
-KINDS = ("none", "int8_rowcol", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
+KINDS = ("none", "int8_rowcol", "int8_rotated", "float8_rowwise", "float8_tensorwise", "float8_blockwise")
 LAUNCHES = dict.fromkeys(PASSES, 3)
 """Kernels of an op, if it has several: zeros for the amaxes, the amaxes, the values."""
 

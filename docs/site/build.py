@@ -22,7 +22,7 @@ GITHUB = "https://github.com/lptune/lptune"
 
 # The menu. A page that is not there is left out; one that is in no list fails the build.
 MENU = {
-    "Start": ("tour", "choose_precision", "data", "models", "platforms", "first-run"),
+    "Start": ("tour", "choose_precision", "data", "models", "platforms"),
     "Run": (
         "commands", "advise", "plan", "optimizers", "distributed", "multi_node", "resume", "tracking",
         "report", "shadow", "sweep", "compare", "migrate", "pretraining", "preferences", "distillation",

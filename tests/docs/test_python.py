@@ -87,15 +87,3 @@ def test_the_fabric_of_the_library_page_trains_and_verifies(
 ) -> None:
     exec(compile(section("Lightning and Fabric"), LIBRARY.name, "exec"), names)
     assert "GEMMs ran in the first step, as planned" in capsys.readouterr().out
-
-
-def test_the_callback_of_the_library_page_is_that_of_the_linear_page() -> None:
-    def callback(page: str) -> str:
-        (block,) = [
-            each for each in blocks(ROOT / "docs" / page, "python") if "(TrainerCallback)" in each.text
-        ]
-        lines = block.text[block.text.index("class VerifyFirstStep") :].splitlines()
-        end = next((i for i, line in enumerate(lines) if i and line and not line.startswith(" ")), len(lines))
-        return "\n".join(lines[:end]).strip()
-
-    assert callback("library.md") == callback("linear.md")

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +100,13 @@ def _broken_model() -> tuple[Any, linear.Plan]:
 
 
 def _callback(model: Any, plan: linear.Plan) -> Any:
-    """The one of docs/linear.md."""
+    """The one of docs/library.md."""
     import transformers
 
-    page = (Path(__file__).parents[2] / "docs" / "linear.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
     (block,) = [each for each in page.split("```python") if "(TrainerCallback)" in each]
     names = {"TrainerCallback": transformers.TrainerCallback, "linear": linear}
-    exec(textwrap.dedent(block.partition("```")[0]), names)
+    exec(block[block.index("class VerifyFirstStep") : block.index("\nplan = ")], names)
     made: Any = names["VerifyFirstStep"]
     return made(model, plan)
 

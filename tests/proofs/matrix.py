@@ -108,6 +108,7 @@ def pairwise() -> list[Cell]:
 
 
 _AnyCell = TypeVar("_AnyCell", bound=tuple[Any, ...])
+_Value = TypeVar("_Value")
 
 
 def covering(
@@ -325,7 +326,7 @@ _tap.register_autograd(_tap_gradient, setup_context=_remember)
 
 
 def page(outcomes: dict[Cell, Outcome], command: str) -> str:
-    """docs/matrix.md: one row per kind and way to compile, one column per checkpointing and model."""
+    """docs/matrix.md: a row per way to compile, a column per checkpointing and model; equal kinds are one."""
     columns = list(itertools.product(FACTORS["checkpointing"], FACTORS["model"]))
     failed = {cell: outcome for cell, outcome in outcomes.items() if outcome.failures}
     worst = {
@@ -353,13 +354,30 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
         "| kind | compile | " + " | ".join(f"{how}, {model}" for how, model in columns) + " |",
         "|---|---|" + "---|" * len(columns),
     ]
+    of_kind: dict[str, dict[str, str]] = {}  # kind -> way to compile -> its cells
     for kind, mode in itertools.product(FACTORS["kind"], FACTORS["compile"]):
         found = [outcomes.get(Cell(kind, mode, how, model)) for how, model in columns]
         if any(found):
-            lines.append(f"| `{kind}` | {mode} | " + " | ".join(_text(outcome) for outcome in found) + " |")
+            of_kind.setdefault(kind, {})[mode] = " | ".join(_text(outcome) for outcome in found)
+    for kinds, of_mode in grouped(of_kind):
+        for number, (modes, cells_) in enumerate(grouped(of_mode)):
+            names = "" if number else ", ".join(f"`{kind}`" for kind in kinds)
+            lines.append(f"| {names} | {', '.join(modes)} | {cells_} |")
     for cell, outcome in failed.items():
         lines += ["", f"**{', '.join(cell)}**", *(f"- {failure}" for failure in outcome.failures[:5])]
     return "\n".join(lines) + "\n"
+
+
+def grouped(rows: dict[str, _Value]) -> list[tuple[list[str], _Value]]:
+    """The names whose values are equal, and that value, in the order of the first name of each group."""
+    found: list[tuple[list[str], _Value]] = []
+    for name, value in rows.items():
+        names = next((names for names, other in found if other == value), None)
+        if names is None:
+            found.append(([name], value))
+        else:
+            names.append(name)
+    return found
 
 
 def _text(outcome: Outcome | None) -> str:

@@ -55,7 +55,7 @@ from tests.recipes.conftest import read_metrics
 COLUMNS = (
     "plan", "packed", "loaded", "int8_rowcol", "float8_rowwise", "2 ranks", "export", "generated",
 )  # fmt: skip
-TITLE = "### What was tried with each type"
+TITLE = "## What was tried with each type"
 LOGITS = 2e-5
 """Of a difference of logits: float32, 4 blocks of at most 128 products in a row, whose order differs."""
 GRADIENTS = 1e-5
@@ -273,7 +273,7 @@ def _generated(export: Path) -> str:
     found = [answer.ids for answer in answers]
     expected = greedy[:, prompts_BS.shape[1] :].tolist()
     assert found == expected, f"{found} where transformers has {expected}"
-    return "with a cache" if cache is not None else "whole rows"
+    return "cache" if cache is not None else "whole rows"
 
 
 def _refused(base: Path, folder: Path) -> Iterator[str]:
@@ -301,18 +301,18 @@ def section(outcomes: dict[str, Outcome], command: str) -> str:
         "",
         f"Written by `{command}` (transformers {transformers.__version__}, torch {torch.__version__}, CPU;",
         "float8 emulated), from small models with random weights. `plan`: converted layers of all weights",
-        "that multiply. `int8_rowcol`, `float8_rowwise`: GEMMs with 8-bit operands of the first of two",
-        "steps, as planned. Numbers with an exponent are differences, relative to the largest logit or to",
-        "the norm of the gradient: of packed rows to each document alone in transformers, of whole rows to",
+        "that multiply. GEMMs: those with 8-bit operands of the first of two steps, as planned, in",
+        "`int8_rowcol` and `float8_rowwise`. Difference: the largest, relative to the largest logit or to",
+        "the norm of the gradient, of packed rows to each document alone in transformers, of whole rows to",
         "`from_pretrained`, of two ranks' gradients to one's, of the export in transformers to lptune.",
+        "Greedy answers are those of transformers; `answers`: by a cache or by whole rows.",
         f"{len(outcomes) - num_failed} of {len(outcomes)} rows hold.",
         "",
-        "| Type | built by | " + " | ".join(COLUMNS) + " |",
-        "|---|---|" + "---|" * len(COLUMNS),
+        "| Type | built by | plan | GEMMs | difference | answers |",
+        "|---|---|---|---|---|---|",
     ]
     for kind, outcome in outcomes.items():
-        cells = ["**FAILED**" if c in outcome.failures else outcome.cells.get(c, "not run") for c in COLUMNS]
-        lines.append(f"| `{kind}` | {outcome.built_by} | " + " | ".join(cells) + " |")
+        lines.append(f"| `{kind}` | {outcome.built_by} | " + " | ".join(_shown(outcome)) + " |")
     for kind, outcome in outcomes.items():
         lines += [f"- **{kind}**, {column}: {why}" for column, why in outcome.failures.items()]
     refused: dict[str, list[str]] = {}
@@ -325,6 +325,20 @@ def section(outcomes: dict[str, Outcome], command: str) -> str:
         for line, kinds in refused.items():
             lines.append(f"- `{line}`: {'all of transformers' if kinds == foreign else ', '.join(kinds)}")
     return "\n".join(lines) + "\n"
+
+
+def _shown(outcome: Outcome) -> Iterator[str]:
+    """The cells of a row: what columns have in common is said once, and of differences the largest."""
+    differences = ("packed", "loaded", "2 ranks", "export")
+    for columns in (("plan",), ("int8_rowcol", "float8_rowwise"), differences, ("generated",)):
+        if any(column in outcome.failures for column in columns):
+            yield "**FAILED**"
+        elif not all(column in outcome.cells for column in columns):
+            yield "not run"
+        elif columns == differences:
+            yield max((outcome.cells[column] for column in columns), key=float)
+        else:
+            yield ", ".join(dict.fromkeys(outcome.cells[column] for column in columns))
 
 
 def put(page: str, text: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from lptune.config import PRECISION_KINDS
 from tests.helpers.ranks import Ranks, RanksFailed
-from tests.proofs.matrix import covering
+from tests.proofs.matrix import covering, grouped
 from tests.proofs.rank_cell import ALL, FEATURES, FEATURES_3D, RANKS_3D, Cell, Outcome, run_rank
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -65,7 +65,7 @@ def run(cell: Cell, ranks: Ranks) -> Outcome:
 
 
 def page(outcomes: dict[Cell, Outcome], command: str) -> str:
-    """docs/rank_matrix.md: a row per kind and a column per feature; below, the meshes of three axes."""
+    """docs/rank_matrix.md: a column per feature, equal kinds in one row; below, the meshes of three axes."""
     failed = {cell: outcome for cell, outcome in outcomes.items() if outcome.failures}
     ranks = " / ".join(map(str, FACTORS["ranks"]))
     flat, cubes = (
@@ -104,13 +104,16 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
 def _table(outcomes: dict[Cell, Outcome], features: Sequence[str], ranks: Sequence[int]) -> Iterator[str]:
     yield "| kind | 8-bit gathers | " + " | ".join(features) + " |"
     yield "|---|---|" + "---|" * len(features)
+    of_kind: dict[str, str] = {}
     for kind in FACTORS["kind"]:
         rows = [[outcomes.get(Cell(kind, feature, number)) for number in ranks] for feature in features]
         found = {each.num_low_gathers for row in rows for each in row if each and not each.failures}
         if any(each for row in rows for each in row):
             columns = (" / ".join(_text(each) for each in row) for row in rows)
             gathers = " or ".join(str(number) for number in sorted(found))
-            yield f"| `{kind}` | {gathers} | " + " | ".join(columns) + " |"
+            of_kind[kind] = f"{gathers} | " + " | ".join(columns)
+    for kinds, cells_ in grouped(of_kind):
+        yield f"| {', '.join(f'`{kind}`' for kind in kinds)} | {cells_} |"
 
 
 def _text(outcome: Outcome | None) -> str:
