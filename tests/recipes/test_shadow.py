@@ -156,8 +156,6 @@ def test_a_planted_fault_is_found_named_and_ended_by_the_fallback(
         keys, folder = (*overrides, f"output_dir={tmp_path / name}"), tmp_path / name
         return folder, run_recipe(*common, *keys, ranks=ranks, recipe=planted, **environment).stdout
 
-    healthy, said = run("healthy", FAULT="none")
-    assert "warning: shadow" not in said
     warned, warning = run("warned", **env)
     fallen, fallback = run("fallen", "precision.shadow_on_bad=fallback", **env)
 
@@ -179,8 +177,7 @@ def test_a_planted_fault_is_found_named_and_ended_by_the_fallback(
     if fraction is not None:
         assert second["layers"][LAYER][fraction] > first["layers"][LAYER][fraction] + 0.1
 
-    fine, bad, mended = (losses(folder) for folder in (healthy, warned, fallen))
-    assert fine[:5] == bad[:5] == mended[:5]
+    bad, mended = (losses(folder) for folder in (warned, fallen))
     assert mended[:7] == bad[:7]
     if fault == "scale":  # with the same weights, on the same rows: what the fault costs
         costs = [[each["loss"] - each["shadow_loss"] for each in checks(run)] for run in (warned, fallen)]
