@@ -86,7 +86,7 @@ def _stands_for_the_others(ranks: int, overrides: tuple[str, ...]) -> bool:
 def test_the_check_changes_no_bit(
     ranks: int, overrides: tuple[str, ...], run_recipe: Run, tmp_path: Path
 ) -> None:
-    common = ("num_steps=5", "eval_every_steps=2", "export.enabled=false", "checkpoint.every_steps=3")
+    common = ("num_steps=4", "eval_every_steps=2", "export.enabled=false", "checkpoint.every_steps=3")
     for name, every in (("without", 0), ("with", 2)):
         keys = (f"output_dir={tmp_path / name}", f"precision.shadow_every={every}")
         run_recipe(*common, *overrides, *keys, ranks=ranks)
