@@ -111,7 +111,7 @@ def fresh_dynamo() -> Iterator[None]:
 NUM_GRAPHS = {"llama3_2": 1, "gemma3": 1, "phi4": 1, "smollm3": 2}
 
 
-# phi4: below.
+# llama3_2: distributed/test_parallelize.py; phi4: below.
 @pytest.mark.parametrize("family", slow_but(lambda family: family in ("gemma3", "smollm3"), NUM_GRAPHS))
 def test_one_graph_serves_all_blocks_of_a_kind(family: str, fresh_dynamo: None) -> None:
     ours, _ = twins(PRESETS[family]["tiny"] | {"num_hidden_layers": 4})

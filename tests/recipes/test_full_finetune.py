@@ -134,7 +134,7 @@ def test_memory_settings_do_not_change_a_bit_compilation_hardly_and_another_seed
     assert "\ncollectives: " not in done.stdout, (
         "on one rank nothing is exchanged, and the run claims nothing"
     )
-    # All at once: a difference of any would show. Selective: below, and in tests/proofs/matrix.py.
+    # All at once: a difference of any would show. Selective: below, and in proofs/test_matrix.py.
     settings = (
         "activation_checkpointing=full",
         # Without FSDP's own sharding of one rank: deterministic, as everything on a CPU is.
