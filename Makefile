@@ -135,7 +135,7 @@ faults: .venv/.installed
 	$(BIN)/python -m pytest tests/faults/test_hosts.py
 	$(BIN)/python -m tests.proofs.fuzz_configs --num-configs 3000
 
-# All cells; the suite runs pairwise subsets of them.
+# All cells; the suite runs some of them.
 matrix: export OMP_NUM_THREADS := 1
 matrix: .venv/.installed
 	$(BIN)/python -m tests.proofs.matrix --write docs/matrix.md

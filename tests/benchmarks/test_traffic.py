@@ -10,6 +10,7 @@ T tokens; K, N: in_features and out_features of a linear layer.
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -36,7 +37,7 @@ def traffic(load: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture(scope="module")
 def entries_of(traffic: ModuleType) -> Callable[[str], list[Any]]:
     config = traffic.config_of("llama3_2/tiny")
-    return lambda kind: traffic.layer_traffic(kind, config, T, SEQ_LEN)  # type: ignore[no-any-return]
+    return cache(lambda kind: traffic.layer_traffic(kind, config, T, SEQ_LEN))
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +231,8 @@ def test_a_copy_that_someone_adds_is_found(
     before = traffic.totals(entries_of("int8_rowcol"))
     mm = rowwise.scaled_mm
     monkeypatch.setattr(rowwise, "scaled_mm", lambda a, *rest, **more: mm(a.clone(), *rest, **more))
-    after = traffic.totals(entries_of("int8_rowcol"))
+    config = traffic.config_of("llama3_2/tiny")
+    after = traffic.totals(traffic.layer_traffic("int8_rowcol", config, T, SEQ_LEN))
     # Of four inputs: q, k and v read one, gate and up read one, and a copy of the same counts once.
     assert after["forward", "copy"][0] == 4
     assert after["backward", "copy"][0] == before["backward", "copy"][0] + 14

@@ -44,7 +44,7 @@ def real(assets: Path, asset_tokenizer: Load) -> dict[str, tuple[Tokenizer, obje
 def test_ids_equal_transformers(real: dict, assets: Path, name: str) -> None:
     ours, theirs = real[name]
     lines = (assets / "data" / "multilingual.txt").read_text().splitlines()
-    for text in [*fuzz_tokenizers.TEXTS, *lines[:400], "\n".join(lines[400:800])]:
+    for text in [*fuzz_tokenizers.TEXTS, *lines[:80], "\n".join(lines[400:800])]:
         for special in (True, False):
             assert ours.encode(text, add_special=special) == theirs.encode(
                 text, add_special_tokens=special

@@ -28,8 +28,8 @@ from tests.helpers.ranks import Ranks
 HIDDEN, INNER, ROWS, TOKENS = 64, 192, 2, 32
 # int8_weight_only stores what distribute_tensor cannot cut.
 KINDS = [kind for kind in PRECISION_KINDS if kind != "int8_weight_only"]
-STAND = ["none", "int8_rowcol", "float8_tensorwise", "float8_delayed", "float8_blockwise"]
-"""A kind for each way of scaling. Every kind, by our styles: test_tensor_parallel.py."""
+STAND = ["none", "int8_rowcol", "float8_tensorwise", "float8_blockwise"]
+"""A kind for each way of scaling. A history, and others, by our styles: test_tensor_parallel.py."""
 
 
 class _MLP(nn.Module):

@@ -35,6 +35,9 @@ from tests.helpers.tiny_run import clip_grad_norm
 SEQ_LEN, NUM_MICRO_BATCHES, ROWS = 16, 2, 2
 LOW_TOKENS = ("int8_rowcol", "float8_rowwise", "int8_tensorwise", "float8_tensorwise")
 FOLDED = ("int8_rowcol", "float8_rowwise")
+STAND = ("none", "int8_rowcol", "float8_tensorwise", "float8_delayed", "int8_weight_only", "bitnet")
+"""A kind for each way of cutting weights and scales; blocks of elements: test_stock_styles.py."""
+OTHERS = tuple(kind for kind in PRECISION_KINDS if kind not in STAND)
 GATHER = ("all_gather", "tensor")
 """Operation and axis of a gather of tokens."""
 
@@ -176,10 +179,11 @@ OfKinds = dict[tuple[str, str], dict[str, Tensor]]
 """(kind, how tokens are gathered) -> the results of a step."""
 
 
-def _every_kind(rank: int, num_ranks: int) -> OfKinds:
+def _of_kinds(rank: int, num_ranks: int, kinds: tuple[str, ...]) -> OfKinds:
     found: OfKinds = {}
-    cases = [(kind, "auto") for kind in PRECISION_KINDS]
-    cases += [*itertools.product(FOLDED, ("low",)), *itertools.product(LOW_TOKENS, ("high",))]
+    cases = [(kind, "auto") for kind in kinds]
+    cases += [(kind, "low") for kind in FOLDED if kind in kinds]
+    cases += [(kind, "high") for kind in LOW_TOKENS if kind in kinds]
     with distributed.session("cpu", ParallelConfig(tensor=2)) as world:
         for kind, tokens in cases:
             cfg = _config(kind, tokens=tokens, tensor=2)
@@ -192,10 +196,12 @@ def _every_kind(rank: int, num_ranks: int) -> OfKinds:
     return found
 
 
-@pytest.fixture(scope="module")
-def on_a_mesh_of_2_x_2(ranks: Ranks) -> OfKinds:
-    """Results of every kind, by fsdp x tensor ranks."""
-    return cast(OfKinds, ranks.run(_every_kind, 4)[0])
+@pytest.fixture(
+    scope="module", params=[STAND, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"]
+)
+def on_a_mesh_of_2_x_2(ranks: Ranks, request: pytest.FixtureRequest) -> OfKinds:
+    """Results of these kinds, by fsdp x tensor ranks."""
+    return cast(OfKinds, ranks.run(_of_kinds, 4, request.param)[0])
 
 
 def _gradients(results: dict[str, Tensor]) -> Tensor:
@@ -206,12 +212,14 @@ def test_every_kind_under_fsdp_and_tensor_parallelism_is_as_exact_as_on_one_rank
     on_a_mesh_of_2_x_2: OfKinds,
 ) -> None:
     found = {}
-    for kind in PRECISION_KINDS:
+    for kind in dict.fromkeys(("none", *(kind for kind, _ in on_a_mesh_of_2_x_2))):
         with distributed.session("cpu") as world:
             found[kind] = _step(world, build(world, _config(kind), preset_config("llama3_2")))
     truth = _gradients(found["none"])
-    for kind, alone in found.items():
-        results = on_a_mesh_of_2_x_2[kind, "auto"]
+    for (kind, tokens), results in on_a_mesh_of_2_x_2.items():
+        if tokens != "auto":
+            continue
+        alone = found[kind]
         if kind == "none":
             assert (_gradients(results) - truth).norm() < 1e-5 * truth.norm()
             continue
@@ -229,22 +237,24 @@ def test_every_kind_under_fsdp_and_tensor_parallelism_is_as_exact_as_on_one_rank
         assert (results["loss"] - alone["loss"]).abs() < change, kind
 
 
-@pytest.mark.parametrize("kind", LOW_TOKENS)
 def test_gathering_tokens_in_8_bits_changes_no_bit_and_moves_what_the_closed_form_says(
-    on_a_mesh_of_2_x_2: OfKinds, kind: str
+    on_a_mesh_of_2_x_2: OfKinds,
 ) -> None:
-    # Scales of a tensor do not hinder it: there it is what `auto` does.
-    low, high = (on_a_mesh_of_2_x_2[kind, how] for how in ("low" if kind in FOLDED else "auto", "high"))
-    gathered = low["low_gathers"].tolist()
-    assert high["low_gathers"].tolist() == []
-    for name in high.keys() - {"low_gathers"}:
-        assert torch.equal(low[name], high[name]), name
-    config = preset_config("llama3_2")
-    tokens, hidden = ROWS * SEQ_LEN, config.hidden_size
-    bytes_of_one = tokens * (hidden + (HEADER_BYTES if kind in FOLDED else 0))
-    # One for q, k and v and one for gate and up, in each block: for the logits, and for this rank's
-    # micro-batch.
-    assert gathered == [bytes_of_one] * (2 * config.num_layers * 2)
+    kinds = [kind for kind, tokens in on_a_mesh_of_2_x_2 if tokens == "high"]
+    assert len(kinds) == 2
+    for kind in kinds:
+        # Scales of a tensor do not hinder it: there it is what `auto` does.
+        low, high = (on_a_mesh_of_2_x_2[kind, how] for how in ("low" if kind in FOLDED else "auto", "high"))
+        gathered = low["low_gathers"].tolist()
+        assert high["low_gathers"].tolist() == []
+        for name in high.keys() - {"low_gathers"}:
+            assert torch.equal(low[name], high[name]), (kind, name)
+        config = preset_config("llama3_2")
+        tokens, hidden = ROWS * SEQ_LEN, config.hidden_size
+        bytes_of_one = tokens * (hidden + (HEADER_BYTES if kind in FOLDED else 0))
+        # One for q, k and v and one for gate and up, in each block: for the logits, and for this rank's
+        # micro-batch.
+        assert gathered == [bytes_of_one] * (2 * config.num_layers * 2)
 
 
 def _save_or_load(rank: int, num_ranks: int, folder: str, kind: str, parallel: dict[str, int]) -> None:

@@ -35,9 +35,11 @@ def test_a_launcher_starts_it_compiled_and_it_trains_verified() -> None:
     _check(_launched(2, "int8_rowcol", 2))
 
 
-def test_it_trains_verified_where_scales_and_weights_cross_the_ranks_of_two_axes() -> None:
+# On a mesh of two axes: distributed/test_stock_styles.py.
+@pytest.mark.parametrize(("num_ranks", "tensor"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_it_trains_verified_where_scales_and_weights_cross_ranks(num_ranks: int, tensor: int) -> None:
     # Eager: FSDP's collectives are outside the graph that the launched run compiles.
-    _check(run_ranks(4, _eager, "float8_tensorwise", 2)[0])
+    _check(run_ranks(num_ranks, _eager, "float8_tensorwise", tensor)[0])
 
 
 def _check(output: str) -> None:

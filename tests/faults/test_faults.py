@@ -26,8 +26,9 @@ from tests.helpers.cold import Finished
 from tests.helpers.ranks import Ranks
 
 
-# Which files of several ranks are there when: checkpoint/test_save.py.
-@pytest.mark.parametrize(("ranks", "trials"), [(1, 8), pytest.param(2, 3, marks=pytest.mark.slow)])
+# Which files are there when: checkpoint/test_save.py. A run that is killed: below.
+@pytest.mark.slow  # 8 s; `make faults` kills a thousand times
+@pytest.mark.parametrize(("ranks", "trials"), [(1, 8), (2, 3)])
 def test_a_kill_while_saving_loses_nothing_that_was_published(ranks: int, trials: int) -> None:
     # In a process of its own: it forks, which one with threads had better not do.
     done = cold.run("-m", "tests.faults.kills", f"--ranks={ranks}", f"--trials={trials}")

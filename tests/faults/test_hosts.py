@@ -68,6 +68,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("hosts"))
 
 
+@pytest.mark.slow  # two launchers of one host: cli/test_multi_node.py
 def test_a_command_that_differs_on_one_host_is_one_line_on_both(bench: Bench) -> None:
     out = bench.fresh()
     commands = [bench.command(2), bench.command(2, "optimizer.lr=2e-3")]

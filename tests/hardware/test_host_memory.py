@@ -17,7 +17,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 def step():
-    blocks = [torch.ones(48 * 2**20, dtype=torch.uint8) for _ in range(4)]  # glibc maps each by itself
+    blocks = [torch.ones(48 * 2**20, dtype=torch.uint8) for _ in range(2)]  # glibc maps each by itself
 
 kept = keep_freed_memory()
 found = []

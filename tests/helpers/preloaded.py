@@ -25,6 +25,7 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
+import transformers.models.auto.modeling_auto
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lptune.checkpoint

@@ -17,9 +17,9 @@ FILES = [f"test_triton_{name}.py" for name in NAMES]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run on the GPU")
-@pytest.mark.parametrize("one_case_in", [6, pytest.param(1, marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("one_case_in", [12, pytest.param(1, marks=pytest.mark.kernels)])
 def test_every_kernel_test_passes_in_the_interpreter(one_case_in: int) -> None:
-    """The suite runs every test with each sixth of its shapes, dtypes and formats, the first among them."""
+    """The suite runs every test with each twelfth of its shapes, dtypes and formats, the first among them."""
     pytest_ = ("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--color=no")
     files = (f"tests/kernels/{file}" for file in FILES)
     variables = {"TRITON_INTERPRET": "1", "ONE_CASE_IN": str(one_case_in)}

@@ -28,10 +28,10 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -93,42 +93,6 @@ class Outcome:
 def cells() -> list[Cell]:
     """All of them."""
     return [Cell(*values) for values in itertools.product(*FACTORS.values())]
-
-
-def pairwise() -> list[Cell]:
-    """A small set of cells in which any two values of different factors meet.
-
-    Without `whole`, which no config asks for. Among equally good cells one that differs from a chosen one in
-    its kind alone: what the compiler makes of it is found in its cache.
-    """
-    return covering(
-        [cell for cell in cells() if cell.compile != "whole"],
-        lambda cell, chosen: any(cell[1:] == other[1:] for other in chosen),
-    )
-
-
-_AnyCell = TypeVar("_AnyCell", bound=tuple[Any, ...])
-_Value = TypeVar("_Value")
-
-
-def covering(
-    candidates: Sequence[_AnyCell], prefer: Callable[[_AnyCell, Sequence[_AnyCell]], bool]
-) -> list[_AnyCell]:
-    """Some of `candidates`, in which all pairs of values meet that meet in any (greedy, always the same).
-
-    prefer: which of equally good ones, given the ones chosen before.
-    """
-    rest = {pair for cell in candidates for pair in _pairs(cell)}
-    chosen: list[_AnyCell] = []
-    while rest:
-        best = max(candidates, key=lambda cell: (len(_pairs(cell) & rest), prefer(cell, chosen)))
-        chosen.append(best)
-        rest -= _pairs(best)
-    return chosen
-
-
-def _pairs(cell: tuple[Any, ...]) -> set[tuple[tuple[int, Any], ...]]:
-    return set(itertools.combinations(enumerate(cell), 2))
 
 
 def run(cell: Cell, *, fused: bool = False) -> Outcome:

@@ -2,8 +2,7 @@
 
     python -m tests.proofs.rank_matrix [--only TEXT] [--write docs/rank_matrix.md]
 
-What a cell is and asserts stands in rank_cell.py. tests/proofs/test_rank_matrix.py runs a set of cells
-in which every pair of values of two factors meets.
+What a cell is and asserts stands in rank_cell.py. tests/proofs/test_rank_matrix.py runs some of them.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import torch
 
 from lptune.config import PRECISION_KINDS
 from tests.helpers.ranks import Ranks, RanksFailed
-from tests.proofs.matrix import covering, grouped
+from tests.proofs.matrix import grouped
 from tests.proofs.rank_cell import ALL, FEATURES, FEATURES_3D, RANKS_3D, Cell, Outcome, run_rank
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -32,17 +31,6 @@ def cells() -> list[Cell]:
     """All of them."""
     flat = [Cell(*values) for values in itertools.product(*FACTORS.values())]
     return flat + [Cell(kind, feature, RANKS_3D) for kind in FACTORS["kind"] for feature in FEATURES_3D]
-
-
-def pairwise() -> list[Cell]:
-    """A small set of cells in which any two values of different factors meet; of equally good ones, those on
-    two ranks.
-
-    Compilation meets two and four ranks here; every kind is compiled in tests/proofs/test_matrix.py, on one.
-    """
-    eager = [cell for cell in cells() if not cell.has("compile") and cell.ranks != RANKS_3D]
-    compiled = [Cell("int8_rowcol", "compile", 2), Cell("float8_rowwise", ALL, 4)]
-    return covering(eager, lambda cell, _: cell.ranks == 2) + compiled
 
 
 def run(cell: Cell, ranks: Ranks) -> Outcome:

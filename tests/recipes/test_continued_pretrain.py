@@ -110,13 +110,13 @@ def test_the_losses_of_sources_are_those_of_transformers_and_add_up(
 
 
 def test_two_ranks_train_as_one_and_one_rank_continues_two(pretrain: Run, tmp_path: Path) -> None:
-    common = ("schedule.kind=constant", "checkpoint.every_steps=4")
-    pretrain(*common, "num_tokens=8192", f"output_dir={tmp_path / 'one'}")
-    pretrain(*common, "num_tokens=4096", ranks=2)
-    done = pretrain(*common, "num_tokens=8192")
+    common = ("schedule.kind=constant", "checkpoint.every_steps=2")
+    pretrain(*common, "num_tokens=4096", f"output_dir={tmp_path / 'one'}")
+    pretrain(*common, "num_tokens=2048", ranks=2)
+    done = pretrain(*common, "num_tokens=4096")
     assert "continuing" in done.stdout
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "run")
-    assert [r["step"] for r in two] == list(range(9))
+    assert [r["step"] for r in two] == list(range(5))
     for a, b in zip(one[1:], two[1:], strict=True):
         assert a["num_target_tokens"] == b["num_target_tokens"]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
@@ -128,17 +128,17 @@ TIMING = {"tokens_per_s", "step_time_s", "compile_time_s", "peak_memory_gib", "t
 
 def test_a_run_in_its_stable_phase_goes_on_bitwise_as_the_longer_run(pretrain: Run, tmp_path: Path) -> None:
     """After a kill: `make faults`."""
-    common = ("schedule.kind=wsd", "schedule.decay_steps=3", "checkpoint.every_steps=4")
-    pretrain(*common, "num_tokens=10240", f"output_dir={tmp_path / 'long'}")
-    pretrain(*common, "num_tokens=7168", f"output_dir={tmp_path / 'short'}")
-    stable = tmp_path / "short" / "checkpoints" / "step-00000004"
-    pretrain(*common, "num_tokens=10240", f"resume={stable}")
+    common = ("schedule.kind=wsd", "schedule.decay_steps=2", "checkpoint.every_steps=3")
+    pretrain(*common, "num_tokens=7168", f"output_dir={tmp_path / 'long'}")
+    pretrain(*common, "num_tokens=5120", f"output_dir={tmp_path / 'short'}")
+    stable = tmp_path / "short" / "checkpoints" / "step-00000003"
+    pretrain(*common, "num_tokens=7168", f"resume={stable}")
     on, long = (
         [{key: value for key, value in record.items() if key not in TIMING} for record in read_metrics(run)]
         for run in (tmp_path / "run", tmp_path / "long")
     )
-    assert on == [record for record in long if record["step"] > 4]
-    assert losses(tmp_path / "short")[:4] == losses(tmp_path / "long")[:4]
+    assert on == [record for record in long if record["step"] > 3]
+    assert losses(tmp_path / "short")[:3] == losses(tmp_path / "long")[:3]
     assert differing(*(weights(tmp_path / name / "export") for name in ("run", "long"))) == set()
 
 

@@ -100,13 +100,12 @@ def test_each_makes_shadow_checks(ran: Ran) -> None:
     assert len(check["layers"]) == 14
 
 
-# The loops of continued_pretrain and full_dpo are those of full_finetune and full_kto.
-@pytest.mark.parametrize(
-    "ran",
-    slow_but(lambda name: name not in ("continued_pretrain", "full_dpo"), RECIPES),
-    indirect=True,
-    scope="module",
-)
+def has_its_own_loop(recipe: str) -> bool:
+    """The loops of continued_pretrain and full_dpo are those of full_finetune and full_kto."""
+    return recipe not in ("continued_pretrain", "full_dpo")
+
+
+@pytest.mark.parametrize("ran", slow_but(has_its_own_loop, RECIPES), indirect=True, scope="module")
 def test_shadow_checks_change_no_bit(ran: Ran, tmp_path: Path) -> None:
     ran.run(f"output_dir={tmp_path}")
     assert losses(ran.folder) == losses(tmp_path)
@@ -174,7 +173,7 @@ def test_transformers_stops_where_lptune_does(base: Path, tmp_path: Path) -> Non
         assert tokenizer.decode(answer, skip_special=False) == f"yes{CLOSING}"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", slow_but(has_its_own_loop, RECIPES))
 def test_each_computes_the_same_where_ranks_share_rows(recipe: str, base: Path, tmp_path: Path) -> None:
     write, more = RECIPES[recipe]
     data = {"source": str(write(tmp_path / "rows.jsonl", 60)), "seq_len": 192, "eval_fraction": 0.2}

@@ -29,7 +29,9 @@ def test_the_run_ends_before_the_checkpoint_and_names_the_steps_that_are_lost(
 ) -> None:
     recipe = tmp_path / "own.py"
     recipe.write_text(catalog.recipes()["full_finetune"].read_text(encoding="utf-8") + FAULT)
-    done = run_recipe("checkpoint.every_steps=4", recipe=str(recipe), ranks=2, code=2)
+    done = run_recipe(
+        "num_steps=9", "eval_every_steps=0", "checkpoint.every_steps=4", recipe=str(recipe), ranks=2, code=2
+    )
     assert "an exact product of INT8 matrices has other bits" in done.stderr
     assert "what was trained after step 4 is not saved" in done.stderr
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000004"]

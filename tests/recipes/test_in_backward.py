@@ -15,8 +15,9 @@ KEYS += (*KINDS["adamw_8bit"], "max_grad_norm=0.5", "micro_batch_size=8")
 KEYS += ("checkpoint.every_steps=1", "checkpoint.keep_last=9", "export.enabled=false")
 
 
-def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(run_recipe: Run, tmp_path: Path) -> None:
-    whole, part, two, back = (tmp_path / each for each in ("whole", "part", "two", "back"))
+def test_a_run_is_resumed_bitwise(run_recipe: Run, tmp_path: Path) -> None:
+    """On other ranks: its state is that of the same optimizer without it, test_optimizers.py."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
     said = run_recipe(*KEYS, f"output_dir={whole}").stdout
     assert "note: max_grad_norm=0.5 clips by the gradient norm of the step before" in said
     assert " for weights and the optimizer; activations and the gradients of a block on top" in said
@@ -25,12 +26,6 @@ def test_a_run_is_resumed_bitwise_also_after_a_part_on_two_ranks(run_recipe: Run
     run_recipe(*KEYS, f"output_dir={part}", f"resume={checkpoint_of(whole, 3)}")
     ours, theirs = (digests(stored_tensors(checkpoint_of(run, 6))) for run in (part, whole))
     assert ours == theirs
-    on_two = (*KEYS, "micro_batch_size=4", f"output_dir={two}", f"resume={checkpoint_of(whole, 2)}")
-    run_recipe(*on_two, ranks=2)
-    run_recipe(*KEYS, f"output_dir={back}", f"resume={checkpoint_of(two, 4)}")
-    # As in test_optimizers.py: a gradient is summed in another order.
-    assert losses(two) == pytest.approx(losses(whole)[2:], rel=3e-5)
-    assert losses(back) == pytest.approx(losses(whole)[4:], rel=3e-5)
 
 
 @pytest.mark.parametrize(

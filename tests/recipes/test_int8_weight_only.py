@@ -43,6 +43,7 @@ def test_it_learns_says_what_ran_and_exports_what_transformers_computes_alike(
     assert difference <= 1e-4
 
 
+@pytest.mark.slow  # a step of it beside one rank: distributed/test_tensor_parallel.py
 def test_two_ranks_see_the_batches_of_one_and_reach_its_losses(run_recipe: Run, tmp_path: Path) -> None:
     for ranks in (1, 2):
         overrides = ("optimizer.lr=1e-3", "num_steps=4", f"output_dir={tmp_path / str(ranks)}")

@@ -36,6 +36,7 @@ def test_a_run_goes_on_under_tensor_parallelism_and_ends_on_one_rank(run_recipe:
         assert not torch.equal(ours[name], tensor)
 
 
+@pytest.mark.slow  # two steps of each recipe beside one rank: test_every_recipe.py
 def test_a_run_goes_on_with_rows_that_ranks_share_and_ends_on_one_rank(
     run_recipe: Run, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def _config(assets: Path, folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow  # 13 s; on built-in rows and random weights: test_full_finetune.py
 def test_held_out_loss_falls_by_a_fifth_and_int8_ends_within_one_percent_of_float32(
     assets: Path, run_recipe: Run, tmp_path: Path
 ) -> None:

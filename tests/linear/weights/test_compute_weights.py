@@ -86,15 +86,15 @@ CASES = [(kind, "bfloat16") for kind in ("none", *linear.KINDS)]
 # In float32 only 8-bit copies remain: one kind with row scales, and one whose ranks agree on a scale.
 CASES += [(kind, "float32") for kind in ("none", "int8_rowcol", "float8_tensorwise")]
 CASES += [("int8_rowcol/column", "bfloat16")]
+OF_BFLOAT16 = ("none", "int8_rowcol/column", "int8_weight_only", "float8_delayed", "mxfp8")
+"""Those that stand for the others there."""
 
 
 # In float32 all; in bfloat16 what differs from another kind in more than its format.
 @pytest.mark.parametrize(
     ("kind", "compute_dtype"),
     slow_but(
-        lambda kind, dtype: (
-            dtype == "float32" or kind.startswith(("none", "int8")) or kind in ("float8_delayed", "mxfp8")
-        ),
+        lambda kind, dtype: dtype == "float32" or kind in OF_BFLOAT16,
         CASES,
     ),
 )
@@ -110,13 +110,8 @@ def test_bits_are_those_of_fsdp(world: distributed.World, kind: str, compute_dty
         assert torch.equal(weight, fsdp[1][name]), name
 
 
-@pytest.mark.parametrize(
-    "kind",
-    slow_but(
-        lambda kind: kind == "int8_rowcol",
-        ("none", "int8_rowcol", "int8_weight_only"),
-    ),
-)
+@pytest.mark.slow  # Compiled beside eager: recipes/test_full_finetune.py. Eager with and without them: above.
+@pytest.mark.parametrize("kind", ["none", "int8_rowcol", "int8_weight_only"])
 def test_compiled_blocks_have_the_same_bits(world: distributed.World, kind: str) -> None:
     torch._dynamo.reset()  # there is a limit of graphs in a process
     assert (

@@ -37,7 +37,7 @@ KEPT = {
 """By type, those that its own code reads in float32, seen from a block or from the base model."""
 
 
-@pytest.mark.parametrize("kind", slow_but(lambda kind: kind in ("ernie4_5_moe", "nemotron_h"), KEPT))
+@pytest.mark.parametrize("kind", slow_but(lambda kind: kind == "ernie4_5_moe", KEPT))
 def test_they_are_those_that_transformers_keeps_or_computes_with_in_float32(
     kind: str, tmp_path: Path
 ) -> None:

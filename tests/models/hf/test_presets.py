@@ -16,7 +16,7 @@ from tests.helpers.slow import slow_but
 from tests.helpers.tiny_recipe import write_config
 from tests.recipes.conftest import read_metrics
 
-_PLANNED, _TRAINED = ("qwen3_moe/30b",), ("gemma4", "glm4_moe")
+_TRAINED = ("glm4_moe",)
 NAMES = [name for name in catalog.configs() if name.partition("/")[0] in HF_PRESETS]
 RECIPE = Path(__file__).parents[3] / "recipes" / "full_finetune.py"
 
@@ -26,12 +26,10 @@ def _int8_command(text: str) -> list[str]:
     return shlex.split(next(line for line in lines if "int8_rotated" in line).strip("# "))
 
 
-@pytest.mark.parametrize(
-    "name",
-    # Ten seconds to minutes. qwen3_moe/30b has experts, tests/models/hf/test_types.py plans small recurrent
-    # models, and tests/config/test_configs.py loads every config and compares its parameters.
-    slow_but(lambda name: name in _PLANNED, NAMES),
-)
+# Five seconds to minutes. test_types.py plans small recurrent models, tests/training/test_lasting.py one with
+# experts, and tests/config/test_configs.py loads every config and compares its parameters.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_its_int8_command_is_planned_and_fits_an_h100(name: str) -> None:
     """On meta. The experts' GEMMs are in 8 bits, and weights are gathered in 8 bits."""
     path = catalog.configs()[name]
@@ -61,8 +59,8 @@ def test_its_int8_command_is_planned_and_fits_an_h100(name: str) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    # test_recipe.py trains qwen3_moe and gpt_oss and has transformers read them; recurrent layers in plain
-    # PyTorch (qwen3_5) take most of a minute, and test_types.py trains a step of that type.
+    # test_recipe.py trains qwen3_moe and gpt_oss and has transformers read them; test_types.py trains a step
+    # of each type; recurrent layers in plain PyTorch (qwen3_5) take most of a minute.
     slow_but(lambda name: name in _TRAINED, HF_PRESETS),
 )
 def test_a_new_checkpoint_is_read_by_transformers_and_trains(family: str, tmp_path: Path) -> None:

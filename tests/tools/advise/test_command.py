@@ -51,6 +51,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return speeds
 
 
+@pytest.mark.slow  # the timing: test_measure.py; ranks: below
 def test_a_small_model_is_timed_ranked_and_fits_the_width_of_a_terminal(command: Command) -> None:
     code, out, err = command("advise", *SMALL, "--seconds", "1")
     assert (code, err) == (0, "")
@@ -74,6 +75,10 @@ def test_the_fastest_kind_that_keeps_the_loss_is_recommended(
     timings.update(int8_rotated=0.8)
     code, out, _ = command("advise", *SMALL)
     assert re.search(r"^advice: precision.kind=int8_rowcol, [\d.]+x as fast as none$", out, re.MULTILINE)
+    assert max(map(len, out.splitlines())) <= 80
+    ranked = re.findall(r"^(\w+) +[\d.]+ m?s +([\d.]+)x", out, re.MULTILINE)
+    assert {kind for kind, _ in ranked} == {"none", *timings}
+    assert [speed for _, speed in ranked] == sorted((speed for _, speed in ranked), reverse=True)
     assert list(Path().iterdir()) == []
 
 
@@ -95,8 +100,10 @@ def test_a_gpu_that_is_not_here_is_predicted_and_said_to_be(command: Command) ->
     assert set(kinds) == {"none", "int8_rowcol", "int8_rotated"}, "an A100 has no float8"
 
 
-def test_another_recipe_is_advised_on_and_what_is_left_out_is_named(command: Command) -> None:
-    keys = (*SMALL[2:], "--kind", "int8_rowcol", "--seconds", "1")
+def test_another_recipe_is_advised_on_and_what_is_left_out_is_named(
+    command: Command, timings: dict[str, float]
+) -> None:
+    keys = (*SMALL[2:], "--kind", "int8_rowcol")
     more = ("--config", "llama3_2/1b_distill", "teacher.path=there")
     code, out, err = command("advise", "distill", *more, *keys)
     assert (code, err) == (0, "")

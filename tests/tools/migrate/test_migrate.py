@@ -456,7 +456,7 @@ WRONG: list[Any] = [-1, 1.5, True, "text", "${x}", [], ["a", 3], {"a": {"b": 1}}
         torchtune_8b,
         NAMED["torchtitan_llama3_405b"],
         AXOLOTL_8B,
-        NAMED["axolotl_llama-3_3b-fp8-fsdp2"],
+        pytest.param(NAMED["axolotl_llama-3_3b-fp8-fsdp2"], marks=pytest.mark.slow),  # the same reader
         NAMED["llamafactory_llama3_fp8_fsdp_sft"],
         NAMED["trl_dpo"],
     ],
