@@ -3,16 +3,20 @@
     python benchmarks/prepare.py --tokenizer FOLDER --source chats.jsonl --workers 1 2
     python benchmarks/prepare.py --tokenizer FOLDER --source chats.jsonl --workers 2 --datasets --rounds 3
     python benchmarks/prepare.py … --tree . ../before      # of several source trees, in turns
+    python benchmarks/prepare.py … --workers 1 --machines 1 2      # shared by processes as machines
 
 FOLDER has a tokenizer with a chat template, and each line of the file `messages`. Every measurement is a new
 process with an empty cache of rows. CPU seconds are those of all its processes; `serial` is the share of the
 process that reads and hands out (with --workers 1, all but the rendering). `memory` is the largest sum of the
 resident memory of all of them, sampled, in which a page that two of them share counts twice. --datasets:
 `datasets.map` with equally many processes, the same template and tokenizer, without masks and packing.
+--machines: so many processes, each with a cache of its own, share the work through a folder (data.cache); a
+line for each, without memory.
 """
 
 import argparse
 import ctypes
+import itertools
 import os
 import resource
 import subprocess
@@ -37,6 +41,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--tree", type=Path, nargs="+", default=[ROOT], help="folders that hold lptune/")
     parser.add_argument("--datasets", action="store_true")
+    parser.add_argument("--machines", type=int, nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--measure", choices=("lptune", "datasets"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -44,7 +49,9 @@ def main() -> None:
         measure(lptune if args.measure == "lptune" else datasets, args.tokenizer, args.source)
         return
     for _ in range(args.rounds):
-        for num in args.workers:
+        for num, size in itertools.product(args.workers, args.machines):
+            machines(args.tokenizer, args.source, num, size)
+        for num in args.workers if not args.machines else ():
             for what, tree in [
                 *(("lptune", each) for each in args.tree),
                 *[("datasets", ROOT)] * args.datasets,
@@ -70,6 +77,31 @@ def main() -> None:
                     )
 
 
+def machines(tokenizer, source, num, size):
+    """Prints a line for each of `size` machines, with `num` workers each."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [
+            sys.executable,
+            __file__,
+            "--measure",
+            "lptune",
+            "--tokenizer",
+            tokenizer,
+            "--source",
+            source,
+        ]
+        shared = {"PYTHONPATH": str(ROOT), "LPTUNE_DATA_WORKERS": str(num), "GROUP_WORLD_SIZE": str(size)}
+        shared["ROWS"] = f"file://{scratch}/rows"
+        runs = []
+        for number in range(size):
+            own = {"SCRATCH": scratch, "XDG_CACHE_HOME": f"{scratch}/{number}", "GROUP_RANK": str(number)}
+            env = os.environ | shared | own
+            runs.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        for number, run in enumerate(runs):
+            said = run.communicate()[0].splitlines()[-1:]
+            print(f"machine {number} of {size}, {num} workers:", *said, flush=True)
+
+
 def measure(prepare, tokenizer, source):
     """Prints what the work of `prepare(tokenizer, source)` takes, without imports and the tokenizer."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # to wait for those that outlive their parent
@@ -90,7 +122,8 @@ def lptune(tokenizer, source):
     from lptune.data import hf, load_tokenizer, prepare
 
     loaded = load_tokenizer(Path(tokenizer))
-    cfg = DataConfig(source=source, seq_len=1024, cache=f"{os.environ['SCRATCH']}/rows")
+    cache = os.environ.get("ROWS", f"{os.environ['SCRATCH']}/rows")
+    cfg = DataConfig(source=source, seq_len=1024, cache=cache)
 
     def work():
         rows, _, _ = prepare(cfg, loaded, seed=0, vocab_size=2**20)

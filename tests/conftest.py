@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import s3
 from tests.helpers.ranks import Ranks
 
 try:
@@ -114,3 +115,10 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip("no real assets here: set LPTUNE_ASSETS to their folder")
     return folder
+
+
+@pytest.fixture
+def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of an S3 server on the loopback device, with a bucket called `bucket`."""
+    with s3.server(monkeypatch) as address:
+        yield address

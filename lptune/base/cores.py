@@ -1,6 +1,8 @@
-"""How many cores this process may use: its affinity, and the limit of its cgroup."""
+"""How many cores this process may use (its affinity, and the limit of its cgroup), and calls in threads."""
 
 import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,3 +24,12 @@ def cpu_quota() -> float | None:
         period = (CGROUP / "cpu" / "cpu.cfs_period_us").read_text()
         return int(quota) / int(period) if int(quota) > 0 else None
     return None
+
+
+def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
+    """Makes the calls in `at_once` threads. After an error no further call begins; the error is raised when
+    all running calls have ended.
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        for _ in pool.map(lambda call: call(), calls):
+            pass

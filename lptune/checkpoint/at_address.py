@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from lptune.base.errors import UserError
+from lptune.base.storage import Storage, StorageError
 from lptune.checkpoint import manifest, sums
 from lptune.checkpoint.manifest import FileEntry
-from lptune.checkpoint.storage import Storage, StorageError
 
 _AT_ONCE = 2
 _SEALS = re.compile(rf"(checkpoints/step-[0-9]+/)?{manifest.NAME}|(export/)?{sums.NAME}")

@@ -29,6 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lptune import models
+from lptune.base.cores import in_threads
 from lptune.base.errors import UserError
 from lptune.base.files import fsync_path, kind_of, open_regular, read_json, write_json, write_text
 from lptune.base.model_folder import generation_config, model_file, read_stop_ids, transformers_stop_ids
@@ -47,7 +48,7 @@ from lptune.checkpoint.files import (
 )
 from lptune.checkpoint.hf import read_config
 from lptune.checkpoint.hosts import rank_here
-from lptune.checkpoint.load import StoredFiles, in_threads
+from lptune.checkpoint.load import StoredFiles
 from lptune.checkpoint.manifest import Manifest, read_manifest, verify
 from lptune.checkpoint.quantized import Form, Quantizer, how_to_quantize, kind_for, modules_that_stay_high
 from lptune.checkpoint.state import check_base, read_state

@@ -7,8 +7,7 @@ Most of the time goes into touching new memory, page by page; several threads do
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from lptune.base.cores import in_threads
 from lptune.base.errors import UserError
 from lptune.checkpoint.files import num_threads
 from lptune.checkpoint.manifest import Manifest, Shard
@@ -162,15 +162,6 @@ class StoredFiles:
                 f"{list(wanted)} is needed; use another checkpoint"
             )
         return part
-
-
-def in_threads(calls: Iterable[Callable[[], None]], at_once: int) -> None:
-    """Makes the calls in `at_once` threads. After an error no further call begins; the error is raised when
-    all running calls have ended.
-    """
-    with ThreadPoolExecutor(at_once) as pool:
-        for _ in pool.map(lambda call: call(), calls):
-            pass
 
 
 def _check_all_listed(manifest: Manifest, listed: Set[str], optimizer: torch.optim.Optimizer) -> None:

@@ -24,14 +24,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from lptune.base.cores import in_threads
 from lptune.base.errors import UserError
 from lptune.base.files import TEMPORARY, Lock, kind_of
 from lptune.base.step_folders import list_checkpoints, step_of
+from lptune.base.storage import Storage
 from lptune.checkpoint.files import num_threads, publish_folder, remove_leftover
 from lptune.checkpoint.hosts import rank_here
-from lptune.checkpoint.load import in_threads
 from lptune.checkpoint.manifest import FileEntry, Manifest, check_file
-from lptune.checkpoint.storage import Storage
 
 _FETCHED = f"{TEMPORARY}fetched"
 _UNCOPIED = f"{TEMPORARY}uncopied"

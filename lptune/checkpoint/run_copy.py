@@ -5,9 +5,9 @@
     ADDRESS/export/                     the export; SHA256SUMS is the seal
 
 Each rank copies the files that it has written, in the thread that wrote them. When all have done so, rank 0
-copies the files beside the checkpoint and writes the seal (storage.py). If storage fails meanwhile, a line
-says so, and the run goes on from what is on its disk. If it fails before the first step, when a wrong address
-can still be mended, the run ends.
+copies the files beside the checkpoint and writes the seal (lptune/base/storage.py). If storage fails
+meanwhile, a line says so, and the run goes on from what is on its disk. If it fails before the first step,
+when a wrong address can still be mended, the run ends.
 
 A run finds its checkpoint on its disk, or at the address if that has a newer one, which is then fetched into
 output_dir and is like any other: every byte is compared with the manifest.
@@ -30,6 +30,7 @@ from pathlib import Path
 from lptune.base.errors import UnavailableError, UserError
 from lptune.base.files import TEMPORARY, kind_of, object_of, write_bytes
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
+from lptune.base.storage import Storage, StorageError
 from lptune.base.text import size_text
 from lptune.checkpoint import manifest, parts, sums
 from lptune.checkpoint.files import free_bytes, publish_folder, remove_leftover, set_aside, sha256, why
@@ -38,7 +39,6 @@ from lptune.checkpoint.manifest import FileEntry, Manifest, read_manifest, verif
 from lptune.checkpoint.resume import find_checkpoint
 from lptune.checkpoint.retention import evaluations, steps_to_keep
 from lptune.checkpoint.run_folder import RunFolder
-from lptune.checkpoint.storage import Storage, StorageError
 from lptune.config import ExportConfig, RunConfig
 from lptune.distributed import SideGroup, World, side_group
 

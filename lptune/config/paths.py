@@ -35,7 +35,8 @@ def check_inputs_stay(cfg: Any) -> None:
             if _is_written(path, output_dir):
                 what = f"the model in {key}" if key in cfg.model_paths else f"{path}, which {key} names"
                 raise UserError(f"output_dir: {cfg.output_dir} would overwrite {what}; choose another")
-    cache = Path(cfg.data.cache).expanduser()  # the run makes it if it does not exist
+    # The run makes it if it does not exist. What an address of other storage makes of a path is nowhere.
+    cache = Path(cfg.data.cache.removeprefix("file://")).expanduser()
     if cfg.data.cache not in ("auto", "none") and _is_written(cache, output_dir):
         raise UserError(
             f"data.cache: {cache} is in output_dir ({cfg.output_dir}), where the run writes; choose another"

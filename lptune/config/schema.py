@@ -111,13 +111,18 @@ class DataConfig:
     """Split of eval_source if that is a hub dataset; `split` if not given."""
     cache: str = "auto"
     """Folder for tokenized documents; all ranks of a machine and later runs read them from there. auto:
-    lptune/data in $XDG_CACHE_HOME (~/.cache). `none`: each rank tokenizes for itself, in memory."""
+    lptune/data in $XDG_CACHE_HOME (~/.cache). An address (s3://bucket/rows; extra `cloud`): machines tokenize
+    a share each, fetch the others' from there, and keep them as auto does. `none`: each rank tokenizes for
+    itself, in memory."""
 
     def __post_init__(self) -> None:
         check_source("data.source", self.source)
         if self.eval_source is not None:
             check_source("data.eval_source", self.eval_source)
-        check_path("data.cache", self.cache)
+        if "://" in self.cache:
+            check_address("data.cache", self.cache)
+        else:
+            check_path("data.cache", self.cache)
         one_of("data.format", self.format, FORMATS)
         one_of("data.on_bad_row", self.on_bad_row, ("error", "skip"))
         at_least("data.seq_len", self.seq_len, 2)

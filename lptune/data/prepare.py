@@ -25,9 +25,10 @@ from lptune.data.order import split_by_prompt, weighted
 from lptune.data.packing import cut_to_fill, one_group_per_row, pack_groups
 from lptune.data.report import OF_ANSWERS, counted, describe
 from lptune.data.rows import Rows
-from lptune.data.sources import read_rows
+from lptune.data.shared import SharedRows
+from lptune.data.sources import Row, read_rows
 from lptune.data.tokenizer import Tokenizer
-from lptune.data.workers import Work, chunks, made
+from lptune.data.workers import Chunk, Work, chunks, made
 
 DETECTION_ROWS = 32
 WORTH_A_NOTE = 0.9
@@ -265,13 +266,16 @@ def _read(
     """Reads one source. cfg: the config of this source."""
     make = partial(_make, source, cfg, tokenizer, is_training, reading)
     content = None if cfg.cache == "none" else content_of(source, cfg)
+    shared = None
     if content is None:
-        found = in_memory(partial(make, None))
+        found = in_memory(partial(make, None, None))
     else:
         key = cache_key(content, cfg, tokenizer, is_training=is_training, reading=reading)
-        found = cached(cfg.cache, key, partial(make, content))
+        if "://" in cfg.cache:
+            shared = SharedRows(cfg.cache, key, partial(_check_unchanged, source, content))
+        found = cached("auto" if shared else cfg.cache, key, partial(make, content, shared))
     _check_vocabulary(found.facts["largest_token"], tokenizer, vocab_size)
-    notes = found.notes
+    notes = [*found.notes, *(shared.notes if shared else ())]
     if others := left_out(source):
         notes = [f"not read in {source}: {', '.join(others[:5])}{', …' * (len(others) > 5)}", *notes]
     report = [*found.facts["report"], *(f"note: {note}" for note in notes)]
@@ -285,16 +289,22 @@ def _make(
     is_training: bool,
     reading: str,
     content: Content | None,
+    shared: SharedRows | None,
     add: Callable[[Documents], None],
 ) -> Facts:
-    """Reads and tokenizes `source`, and passes its documents to `add`."""
+    """Reads and tokenizes `source`, and passes its documents to `add`. shared: what other machines do of it,
+    too; None: nothing.
+    """
     bad = BadRows(cfg.on_bad_row)
-    rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
-    first = list(itertools.islice(rows, DETECTION_ROWS))
+    first, all_chunks = _open(source, cfg, bad)
     fmt = _DETECT[reading](cfg, first, source)
     layout = Layout(cfg, tokenizer, fmt)  # it writes nothing: it adds up what the chunks count
     counts, num_documents, num_tokens, largest_token = layout.counts, 0, 0, 0
-    parts = made(chunks(itertools.chain(first, rows), bad), Work(cfg, tokenizer, fmt))
+    work = Work(cfg, tokenizer, fmt)
+    if shared is None:
+        parts = made(all_chunks, work)
+    else:
+        parts = shared.made(all_chunks, lambda: _open(source, cfg, BadRows(cfg.on_bad_row))[1], work)
     with counting(f"tokenizing {source}", "documents") as advance, closing(parts):
         for part in parts:
             num_documents += part.documents.num_documents
@@ -305,9 +315,9 @@ def _make(
             bad.skip(*part.skipped)
             add(part.documents)
             advance(part.documents.num_documents)
+    if content is not None:
+        _check_unchanged(source, content)
     files = data_files(source)
-    if content is not None and content.stat != files_stat(files):
-        raise UserError(f"{source}: was changed while it was read; run again")
     if not num_documents:
         if bad.count:
             raise UserError(f"{source}: no usable row: {bad.count:,} bad, the first: {bad.first}")
@@ -332,6 +342,18 @@ def _make(
     of_rows += layout.tally.notes_on_unused(fmt.todo_of_unused)
     lines += [f"note: {note}" for note in [*_odd(cfg, bad), *of_rows]]
     return {"report": lines, "is_text": layout.is_text, "largest_token": largest_token}
+
+
+def _open(source: str, cfg: DataConfig, bad: BadRows) -> tuple[list[Row], Iterator[Chunk]]:
+    """The first rows of `source`, by which its format is detected, and chunks of all of them."""
+    rows = read_rows(source, bad, split=cfg.split, max_rows=cfg.max_rows)
+    first = list(itertools.islice(rows, DETECTION_ROWS))
+    return first, chunks(itertools.chain(first, rows), bad)
+
+
+def _check_unchanged(source: str, content: Content) -> None:
+    if content.stat != files_stat(data_files(source)):
+        raise UserError(f"{source}: was changed while it was read; run again")
 
 
 def _odd(cfg: DataConfig, bad: BadRows) -> Iterator[str]:

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lptune import distributed, training
+from lptune.base.cores import in_threads
 from lptune.base.errors import UserError
-from lptune.checkpoint.load import StoredFiles, in_threads
+from lptune.checkpoint.load import StoredFiles
 from lptune.checkpoint.manifest import read_manifest
 from lptune.distributed import whole_piece
 from tests.helpers.saving import save

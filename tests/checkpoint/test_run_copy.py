@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ import pytest
 from lptune import checkpoint, distributed
 from lptune.base.errors import UnavailableError, UserError
 from lptune.base.step_folders import list_checkpoints, step_folder_name, step_of
+from lptune.base.storage import Storage
 from lptune.checkpoint import run_copy
 from lptune.checkpoint.run_copy import RunCopy
 from lptune.checkpoint.run_folder import open_run_folder, write_launch
-from lptune.checkpoint.storage import Storage
 from lptune.cli.verify import verify
 from lptune.config import CheckpointConfig, DataConfig, ExportConfig, FinetuneConfig, ModelConfig
 from lptune.distributed import World
@@ -30,6 +29,7 @@ from tests.helpers import faulty_storage, warm
 from tests.helpers.cold import Finished
 from tests.helpers.faulty_storage import Faulty
 from tests.helpers.ranks import Ranks
+from tests.helpers.s3 import accept_keys
 
 SEAL = "manifest.json"
 
@@ -508,38 +508,11 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
         Storage("abfs://bucket/run")
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an S3 server on the loopback device, with a bucket called `bucket`."""
-    reason = "needs s3fs and moto[server], which CI does not install"
-    s3fs = pytest.importorskip("s3fs", reason=reason)
-    moto = pytest.importorskip("moto.server", reason=reason)
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    address = "http://{}:{}".format(*server.get_host_and_port())
-    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, (address, "me", "mine", "us-east-1"), strict=True):
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("bucket")
-    yield address
-    _accept_keys(address, 10**9)
-    s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
-
-
-def _accept_keys(server: str, num_requests: int) -> None:
-    """Has the server refuse the keys after so many requests."""
-    url, content = f"{server}/moto-api/reset-auth", str(num_requests).encode()
-    request = urllib.request.Request(url, content, {"Content-Type": "text/plain"}, method="POST")
-    urllib.request.urlopen(request).close()
-
-
 @pytest.mark.filterwarnings("default")  # of these packages, which are not ours to mend
 def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
     tmp_path: Path,
     world: World,
-    server: str,
+    s3_server: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -565,7 +538,7 @@ def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
 
     def expire(step: int) -> None:
         if step == 7:
-            _accept_keys(server, 0)
+            accept_keys(s3_server, 0)
 
     assert train(tmp_path / "4", address, world, 7, before_step=expire) == 5
     unknown = "The AWS Access Key Id you provided does not exist in our records"
@@ -576,7 +549,7 @@ def test_an_s3_server_holds_a_run_that_goes_on_elsewhere(
     refused = f"{address}/checkpoints: {unknown}"
     with pytest.raises(UserError, match=f"^checkpoint.copy_to: {refused}; mend it"):
         train(tmp_path / "5", address, world, 6)
-    _accept_keys(server, 10**9)
+    accept_keys(s3_server, 10**9)
     with pytest.raises(
         UserError, match=r"^checkpoint.copy_to: s3://none/1.*: The specified bucket does not exist"
     ):

@@ -87,7 +87,10 @@ def test_a_cache_is_refused_in_the_place_of_a_run_whether_or_not_the_run_has_beg
         for name in below:
             with pytest.raises(UserError, match=r"data\.cache: .* is in output_dir .*, where the run writes"):
                 check_inputs_stay(_config("model", output_dir, cache=f"{spelling}/{name}"))
-    for cache in ("runs", "runs/newer", "runs/new/cache", "runs/new/x/export", "auto", "none", "new/export"):
+    with pytest.raises(UserError, match=r"data\.cache: /.* is in output_dir"):
+        check_inputs_stay(_config("model", output_dir, cache=f"file://{tmp_path}/runs/new/parts"))
+    others = ("auto", "none", "new/export", "s3://runs/new/export", f"file://{tmp_path}/runs/rows")
+    for cache in ("runs", "runs/newer", "runs/new/cache", "runs/new/x/export", *others):
         check_inputs_stay(_config("model", output_dir, cache=cache))
 
 

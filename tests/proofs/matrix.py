@@ -31,7 +31,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch._dynamo
@@ -330,6 +330,9 @@ def page(outcomes: dict[Cell, Outcome], command: str) -> str:
     for cell, outcome in failed.items():
         lines += ["", f"**{', '.join(cell)}**", *(f"- {failure}" for failure in outcome.failures[:5])]
     return "\n".join(lines) + "\n"
+
+
+_Value = TypeVar("_Value")
 
 
 def grouped(rows: dict[str, _Value]) -> list[tuple[list[str], _Value]]:

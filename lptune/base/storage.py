@@ -10,19 +10,20 @@ Each of fsspec's file systems has exceptions of its own. Here all become a Stora
 
 import errno
 import hashlib
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from lptune.base.cores import in_threads
 from lptune.base.errors import UnavailableError, UserError, command_to_install
 from lptune.base.files import MEBI, TEMPORARY, fsync_path
-from lptune.checkpoint.load import in_threads
 
 _AT_ONCE = 2
 """Files that a process copies at the same time. s3fs divides each by itself, and holds half a GB of it."""
 _MAX_BYTES = 1024 * MEBI
-"""Of an object that is read as a whole: the largest is a manifest."""
+"""Of an object that is read as a whole, if its reader says nothing else: far above any manifest."""
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "abfs": "adlfs"}
 """What fsspec needs for a protocol."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -106,17 +107,17 @@ class Storage:
 
         in_threads([partial(get, name) for name in names], _AT_ONCE)
 
-    def read(self, name: str) -> bytes | None:
-        """The content of an object, at most 1 GiB of it; None if there is none."""
+    def read(self, name: str, max_bytes: int | None = _MAX_BYTES) -> bytes | None:
+        """The content of an object, at most `max_bytes` of it (None: all); None if there is none."""
         # From 0, or the size would be asked for first: a store that refuses that gives no reason.
         with suppress(FileNotFoundError), self._named(name, missing_too=False):
-            return bytes(self._files.cat_file(self._path(name), start=0, end=_MAX_BYTES))
+            return bytes(self._files.cat_file(self._path(name), start=0, end=max_bytes))
         return None
 
     def write(self, name: str, content: bytes) -> None:
         """Writes an object, which has its old content or the new after a kill."""
         folder, _, last = self._path(name).rpartition("/")
-        first = f"{folder}/{TEMPORARY}{last}" if self._is_disk else self._path(name)
+        first = f"{folder}/{TEMPORARY}{secrets.token_hex(4)}-{last}" if self._is_disk else self._path(name)
         with self._named(name):
             self._files.pipe_file(first, content)
             if self._is_disk:
