@@ -186,7 +186,13 @@ class Kind(ABC):
         return f"{self.name} has no GEMMs for groups"
 
     def grouped_forward(
-        self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
+        self,
+        spec: LinearSpec,
+        x_SK: Tensor,
+        w_RK: Tensor,
+        ends_E: Tensor,
+        layer: Tensor,
+        quantized_x: Quantized | None = None,
     ) -> tuple[Tensor, Saved]:
         """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end."""
         raise ValueError(self.why_not_grouped(spec))
