@@ -194,7 +194,9 @@ class Kind(ABC):
         layer: Tensor,
         quantized_x: Quantized | None = None,
     ) -> tuple[Tensor, Saved]:
-        """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end."""
+        """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end.
+        quantized_x: as in `forward`; given only where tokens travel to experts (tp_all_gather).
+        """
         raise ValueError(self.why_not_grouped(spec))
 
     def grouped_backward(
