@@ -58,7 +58,8 @@ def check_models(cfg: RunConfig | GenerateConfig | EvaluateConfig, *, may_be_abs
                 backend = getattr(cfg.model, "backend", "auto") if is_base else "auto"
                 facts = models.read_config(models.read_index(folder, key).folder, backend)
                 if isinstance(cfg, RunConfig):
-                    facts.check_execution(cfg.parallel.tensor, cfg.compile, cfg.parallel.context)
+                    parallel = cfg.parallel
+                    facts.check_execution(parallel.tensor, cfg.compile, parallel.context, parallel.expert)
 
 
 def _check_device(cfg: RunConfig) -> None:

@@ -103,14 +103,15 @@ def mesh_axes(parallel: "ParallelConfig", num_ranks: int) -> dict[str, int]:
 
     Neighbouring ranks are on one machine, so `tensor`, which exchanges most, is the innermost axis; `fsdp`,
     which gathers weights, comes next; `replicate`, which only reduces gradients, is the outermost. Ranks that
-    share rows (`context`) are neighbours on `fsdp`.
+    share rows (`context`) or have the experts among them (`expert`) are neighbours on `fsdp`.
     """
-    fixed = parallel.replicate * parallel.tensor * parallel.context
+    fixed = parallel.replicate * parallel.tensor * parallel.context * parallel.expert
     if num_ranks % fixed:
         context = f" x context={parallel.context}" * (parallel.context > 1)
+        expert = f" x expert={parallel.expert}" * (parallel.expert > 1)
         raise UserError(
-            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor}{context} needs a multiple "
-            f"of {fixed} ranks, found {num_ranks}; change them or the number of ranks"
+            f"parallel: replicate={parallel.replicate} x tensor={parallel.tensor}{context}{expert} needs a "
+            f"multiple of {fixed} ranks, found {num_ranks}; change them or the number of ranks"
         )
     sizes = {"replicate": parallel.replicate, "fsdp": num_ranks // parallel.replicate // parallel.tensor}
     sizes["tensor"] = parallel.tensor

@@ -173,6 +173,10 @@ class ParallelConfig:
     """Ranks that share each row (context parallelism): each has a part of its tokens, and in attention all
     tokens of some heads. For long rows: activations are divided by it. It must divide data.seq_len and the
     number of key heads. Keep these ranks within one machine."""
+    expert: int = 1
+    """Ranks that have a mixture's experts among them (expert parallelism): tokens travel to their experts,
+    which are gathered over fewer ranks. It must divide the number of experts. Keep these ranks within one
+    machine."""
     reshard_after_forward: bool | None = None
     """Free a block's gathered weights after forward and gather them again for backward. null: true on
     several ranks, false on one. One rank has nothing to gather: null and false keep a copy of the weights in
@@ -207,6 +211,13 @@ class ParallelConfig:
         at_least("parallel.prefetch_blocks", self.prefetch_blocks, 0)
         one_of("parallel.reduce_dtype", self.reduce_dtype, ("float32", "bfloat16", "int8"))
         at_least("parallel.context", self.context, 1)
+        at_least("parallel.expert", self.expert, 1)
+        for name, size in (("tensor", self.tensor), ("context", self.context)):
+            if self.expert > 1 and size > 1:
+                raise UserError(
+                    f"parallel.expert: {self.expert} ranks share experts, and with parallel.{name}={size} "
+                    "others share tokens; set one of the two to 1"
+                )
         if self.context > 1 and self.tensor > 1:
             raise UserError(
                 f"parallel.context: {self.context} ranks share rows, and with parallel.tensor={self.tensor} "
@@ -449,6 +460,12 @@ class RunConfig:
             raise UserError(
                 f"optimizer.kind: muon multiplies whole matrices, and with parallel.{other} no GPU has the "
                 "rows and columns of one; leave that out, or use optimizer.kind=adamw_8bit"
+            )
+        if self.optimizer.kind == "muon" and self.parallel.expert > 1:
+            raise UserError(
+                "optimizer.kind: muon shares the matrices of experts among all ranks, and with "
+                f"parallel.expert={self.parallel.expert} ranks have different ones; set that to 1, or use "
+                "optimizer.kind=adamw_8bit"
             )
         plain = self.optimizer.kind == "sgd" or bool(self.optimizer.ema_decay)
         if self.optimizer.in_backward and self.parallel.cpu_offload and plain:

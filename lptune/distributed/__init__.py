@@ -32,7 +32,7 @@ from lptune.distributed.parallelize import (
     uses_fsdp,
 )
 from lptune.distributed.same_products import check_products
-from lptune.distributed.session import World, context_group, destroy_process_group, session
+from lptune.distributed.session import Experts, World, destroy_process_group, neighbours, session
 from lptune.distributed.shards import (
     Piece,
     blocks_are_whole,
@@ -68,6 +68,7 @@ __all__ = [
     "ColumnParallel",
     "CompileWatch",
     "Execution",
+    "Experts",
     "FeatureParallelNorm",
     "GatheredInput",
     "GatheredOutput",
@@ -86,7 +87,6 @@ __all__ = [
     "check_products",
     "checkpoint_activations",
     "compile_forward",
-    "context_group",
     "cut_dims",
     "describe_collective",
     "describe_mesh",
@@ -101,6 +101,7 @@ __all__ = [
     "machine_first",
     "on_this_rank",
     "materialize",
+    "neighbours",
     "mesh_axes",
     "parallelize",
     "planned_fused_rows",

@@ -16,7 +16,7 @@ buffer for an all-gather, the input buffer for a reduce-scatter. In a ring of n 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,8 +30,10 @@ from torch.utils._pytree import tree_leaves
 from lptune import linear
 from lptune.base.text import size_text
 from lptune.distributed.parallelize import reshard
+from lptune.distributed.session import Experts
 from lptune.models import Group
 
+_FSDP_AXES = (linear.FSDP_AXIS, f"{linear.FSDP_AXIS} of experts")
 _C10D = {
     "_allgather_base_": "all_gather",
     "allgather_": "all_gather",
@@ -112,14 +114,16 @@ _library: torch.library.Library | None = None  # holds the kernels during record
 
 
 @contextmanager
-def record_collectives(mesh: DeviceMesh | None = None, context: Group | None = None) -> Iterator[Collectives]:
+def record_collectives(
+    mesh: DeviceMesh | None = None, context: Group | None = None, experts: Experts | None = None
+) -> Iterator[Collectives]:
     """Counts every collective that this rank executes within the block, on any thread.
 
-    mesh, context: give the names of axes (`axis_names`). Recordings may be nested; each counts its whole
-    block.
+    mesh, context, experts: give the names of axes (`axis_names`). Recordings may be nested; each counts its
+    whole block.
     """
     global _library
-    recording = (Collectives(), axis_names(mesh, context))
+    recording = (Collectives(), axis_names(mesh, context, experts))
     _recordings.append(recording)
     if _library is None:
         _library = _install()
@@ -151,7 +155,7 @@ def verify_collectives(
     for each in models.values():
         reshard(each)
     num_reductions = linear.num_narrow_reductions(model)
-    with record_collectives(mesh, getattr(model, "group", None)) as executed:
+    with record_collectives(mesh, getattr(model, "group", None), _experts(models.values())) as executed:
         yield
     if mesh.size() > 1:
         report(f"collectives: {executed}")
@@ -163,22 +167,36 @@ def verify_collectives(
     weights = {
         (each.dtype, each.num_bytes): count
         for each, count in executed.items()
-        if (each.operation, each.axis) == ("all_gather", linear.FSDP_AXIS)
+        if each.operation == "all_gather" and each.axis in _FSDP_AXES
     }
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     num_ranks = sizes.get(linear.FSDP_AXIS, 1)
     linear.verify_gathers(planned, weights, num_ranks)
-    num_float32 = executed.num_calls(operation="reduce_scatter", axis=linear.FSDP_AXIS)
+    num_float32 = sum(executed.num_calls(operation="reduce_scatter", axis=axis) for axis in _FSDP_AXES)
     linear.verify_reductions(model, num_reductions, num_float32, num_ranks)
     num_tokens = executed.num_calls(operation="all_gather", axis="tensor", dtype="uint8")
     linear.verify_token_gathers(model, num_tokens)
+    num_sent = executed.num_calls(operation="all_to_all", axis="expert", dtype="uint8")
+    linear.verify_exchanges(models.values(), num_sent)
 
 
-def axis_names(mesh: DeviceMesh | None, context: Group | None = None) -> dict[str, str]:
+def _experts(models: Iterable[nn.Module]) -> Experts | None:
+    """`World.experts`, if mixtures of `models` use it."""
+    exchanges: Any = (getattr(module, "exchange", None) for model in models for module in model.modules())
+    return next((each.experts for each in exchanges if each is not None), None)
+
+
+def axis_names(
+    mesh: DeviceMesh | None, context: Group | None = None, experts: Experts | None = None
+) -> dict[str, str]:
     """Name of a process group -> name of its axis of `mesh`, `context` for the ranks that share rows, or
-    `all` for the group of all ranks.
+    `all` for the group of all ranks. `experts`: `expert`, and `fsdp of experts` for that axis of its mesh.
     """
     names = {str(dist.group.WORLD.group_name): "all"} if dist.group.WORLD is not None else {}
+    if experts is not None:
+        for axis in experts.mesh.mesh_dim_names or ():
+            names[str(experts.mesh.get_group(axis).group_name)] = f"{axis} of experts"
+        names[experts.group.name] = "expert"
     if mesh is not None:
         names |= {str(mesh.get_group(axis).group_name): axis for axis in mesh.mesh_dim_names or ()}
     return names if context is None else names | {context.name: "context"}

@@ -23,6 +23,7 @@ up in bfloat16.
 
 import functools
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lptune.base.errors import UserError
 from lptune.config import ParallelConfig, RunConfig
 from lptune.distributed.compilation import compile_chunk_loss, compile_forward, runs_eagerly, set_options
+from lptune.distributed.expert_parallel import expert_weights, share_experts
 from lptune.distributed.session import World
 from lptune.distributed.tensor_parallel import cut, cut_backbone
 from lptune.hardware.planned import planned
@@ -52,7 +54,7 @@ from lptune.linear import (
     ComputeWeights,
     LowPrecision,
     gather_in_8_bits,
-    note_float32_group,
+    note_group,
     reduce_narrowly,
     use_compute_weights,
 )
@@ -95,8 +97,14 @@ def parallelize(
     """
     backbone = model if isinstance(model, Backbone) else None
     if backbone is not None:
-        backbone.facts.check_execution(cfg.parallel.tensor, cfg.compile, cfg.parallel.context)
+        parallel = cfg.parallel
+        backbone.facts.check_execution(parallel.tensor, cfg.compile, parallel.context, parallel.expert)
         backbone.group = world.context
+    elif world.experts is not None:
+        raise UserError(
+            "parallelize: parallel.expert needs a models.Backbone, which says where experts are; set it to "
+            "1 for any other module"
+        )
     elif world.context is not None:
         raise UserError(
             "parallelize: parallel.context shares rows among ranks, which a models.Backbone knows how to "
@@ -111,9 +119,10 @@ def parallelize(
             # All that are trained: FSDP wants one dtype of the trained parameters that it gathers together.
             if parameter.requires_grad and name not in names:
                 parameter.data = parameter.data.to(torch.bfloat16)
-    if world.tensor_mesh is not None:
+    if world.tensor_mesh is not None or world.experts is not None:
         # torch would warn at every export that it gathers over two axes in turn, which is necessary.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if world.tensor_mesh is not None:
         if backbone is not None:
             cut_backbone(backbone, world.tensor_mesh, cfg.parallel.sequence)
         elif plan is None:
@@ -122,6 +131,9 @@ def parallelize(
             )
         else:
             cut(model, world.tensor_mesh, plan)
+    if world.experts is not None:
+        assert backbone is not None
+        share_experts(backbone, world)
     each: list[Any] = list(backbone.blocks if backbone is not None else blocks or ())
     mode = cfg.activation_checkpointing
     if mode == "full" and cfg.compile != "none" and world.tensor_mesh is not None:
@@ -146,7 +158,7 @@ def parallelize(
         set_options(has_dtensors=world.tensor_mesh is not None, has_side_effects=shares)
         world.compile_watch.start(world.is_main)
         has_experts = any(hasattr(m, "num_groups") and not hasattr(m, "spec") for m in model.modules())
-        if has_experts and compute_dtype != torch.bfloat16:
+        if has_experts and world.experts is None and compute_dtype != torch.bfloat16:
             raise UserError(
                 "compile: torch compiles experts in high precision in bfloat16 alone; set compile=none, or "
                 "compute_dtype=bfloat16"
@@ -193,7 +205,7 @@ def parallelize(
         in_its_dtype = shard | {"mp_policy": policy(param_dtype=torch.float32)}
         fully_shard(holder, **in_its_dtype, reshard_after_forward=False, ignored_params=others)
         in_float32 = {model.get_parameter(name) for name in names}  # others than before
-        note_float32_group(holder, (name.removeprefix(f"{inside}.") for name in names))
+        note_group(holder, (name.removeprefix(f"{inside}.") for name in names), in_float32=True)
     if backbone is not None and of_embedding:
         # Embedding and head are the largest matrices: they need not be gathered, nor their gradients be
         # reduced, together. Backward of an embedding does not read it.
@@ -203,14 +215,37 @@ def parallelize(
             cast(FSDPModule, embedding).set_unshard_in_backward(False)
         if narrow is not None:
             reduce_narrowly(embedding, "embedding", narrow)
-    for number, block in enumerate(each):
-        reshards = cfg.parallel.reshards(world.size)
-        fully_shard(block, **shard, reshard_after_forward=reshards, ignored_params=in_float32)
+    reshards = cfg.parallel.reshards(world.size)
+    mixtures = [_mixtures_of_own_experts(block) for block in each]
+    for number, (block, inside_it) in enumerate(zip(each, mixtures, strict=True)):
+        own = {weight for mixture in inside_it for weight in expert_weights(mixture).values()}
+        fully_shard(block, **shard, reshard_after_forward=reshards, ignored_params=in_float32 | own)
         if narrow is not None:
             reduce_narrowly(block, f"block {number}", narrow)
+        for mixture in inside_it:
+            _shard_experts(mixture, world, shard, reshards)
+            if narrow is not None and world.expert_data_mesh["fsdp"].size() > 1:
+                reduce_narrowly(mixture, f"experts of block {number}", narrow)
     for name in forward_methods:
         register_fsdp_forward_method(model, name)
-    prefetch(each, cfg.parallel.prefetch_blocks)
+    prefetch(each, cfg.parallel.prefetch_blocks, mixtures)
+
+
+def _mixtures_of_own_experts(block: nn.Module) -> list[nn.Module]:
+    return [module for module in block.modules() if hasattr(module, "exchange")]
+
+
+def _shard_experts(mixture: nn.Module, world: World, shard: Mapping[str, Any], reshards: bool) -> None:
+    """Makes the experts of `mixture` a group of their own, over the ranks that have the same ones."""
+    own = expert_weights(mixture)
+    others = set(mixture.parameters()) - set(own.values())
+    on_mesh = {**shard, "mesh": world.expert_data_mesh}
+    fully_shard(mixture, **on_mesh, reshard_after_forward=reshards, ignored_params=others)
+    note_group(mixture, own, in_float32=False)
+    sharded: Any = mixture
+    sharded.set_gradient_divide_factor(float(world.token_size))
+    # Gloo has no operation that scales while it sums. Without a collective FSDP would divide twice.
+    sharded.set_force_sum_reduction_for_comms(world.expert_data_mesh["fsdp"].size() > 1)
 
 
 def _untied_embedding(backbone: Backbone | None) -> set[nn.Parameter]:
@@ -227,15 +262,20 @@ def uses_fsdp(parallel: ParallelConfig, num_ranks: int) -> bool:
     return num_ranks > 1 or parallel.cpu_offload or parallel.reshards(num_ranks)
 
 
-def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
+def prefetch(
+    blocks: Sequence[FSDPModule], num_blocks: int, inside: Sequence[Sequence[Any]] | None = None
+) -> None:
     """Makes each block start the gathers of the next `num_blocks` blocks, in forward and (in reverse order)
-    in backward. blocks: in the order of forward. 0 keeps FSDP2's own order.
+    in backward. blocks: in the order of forward. inside: of each, the modules with a gather of their own,
+    which it starts too. 0 keeps FSDP2's own order.
     """
     if num_blocks == 0:
         return
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + num_blocks]))
-        block.set_modules_to_backward_prefetch(list(blocks[max(0, i - num_blocks) : i][::-1]))
+    parts = [[block, *own] for block, own in zip(blocks, inside or [()] * len(blocks), strict=True)]
+    for i, (block, *own) in enumerate(parts):
+        after, before = parts[i + 1 : i + 1 + num_blocks], parts[max(0, i - num_blocks) : i][::-1]
+        block.set_modules_to_forward_prefetch([*own, *itertools.chain(*after)])
+        block.set_modules_to_backward_prefetch([*own, *itertools.chain(*before)])
 
 
 def materialize(model: Backbone, world: World, cfg: Settings) -> None:

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -48,6 +48,15 @@ class Boundary(NamedTuple):
     """Whether a save is due, by the main rank."""
 
 
+class Experts(NamedTuple):
+    """The ranks that have the experts of a mixture among them (expert_parallel.py)."""
+
+    group: Group
+    """Those that send each other tokens: neighbours on the axis `fsdp`."""
+    mesh: DeviceMesh
+    """All ranks, with the axes `fsdp` and `expert` in place of `fsdp`: of the weights of experts."""
+
+
 @dataclass(frozen=True)
 class World:
     """This process as a rank: device, mesh, and collectives over small values."""
@@ -60,6 +69,8 @@ class World:
     context: Group | None = None
     """The ranks that hold a part each of the same rows: neighbours on the axis `fsdp`; None: each rank (or
     group of tensor-parallel ranks) has whole rows."""
+    experts: Experts | None = None
+    """The ranks that have the experts of a mixture among them; None: each rank has all."""
     compile_watch: CompileWatch = field(default_factory=CompileWatch, compare=False)
     """Measures the time of torch.compile, from the first `parallelize` with compilation on."""
 
@@ -102,6 +113,13 @@ class World:
         """The mesh for `fully_shard`: axis `fsdp`, or `replicate` and `fsdp`."""
         names = tuple(name for name in self.mesh.mesh_dim_names or () if name != "tensor")
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh:
+        """`data_mesh` for weights of experts that ranks have among them."""
+        assert self.experts is not None
+        mesh = self.experts.mesh
+        return mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
@@ -250,10 +268,9 @@ def session(
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        context = context_group(parallel.context)
-        _outlast_hangs([dist.group.WORLD, *mesh.get_all_groups(), context])
-        group = None if context is None else Group.of(context)
-        world = World(rank=rank, size=size, device=here, mesh=mesh, context=group)
+        sharing = neighbours(parallel, mesh)
+        _outlast_hangs()
+        world = World(rank=rank, size=size, device=here, mesh=mesh, **sharing)
         if seed is not None:
             world.seed(seed)
         with deterministic_algorithms() if deterministic else nullcontext(), closing(world.compile_watch):
@@ -271,9 +288,19 @@ def session(
         _wait_for_gloo_at_exit()
 
 
-def context_group(num_ranks: int) -> dist.ProcessGroup | None:
-    """The process group of this rank and its neighbours that share rows, `num_ranks` of them; None: 1."""
-    return None if num_ranks == 1 else dist.new_subgroups(num_ranks)[0]
+def neighbours(parallel: ParallelConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    """The fields `context` and `experts` of a World, with process groups of their own. A collective."""
+
+    def group(num_ranks: int) -> Group | None:
+        return None if num_ranks == 1 else Group.of(dist.new_subgroups(num_ranks)[0])
+
+    context, sharing = group(parallel.context), group(parallel.expert)
+    if sharing is None:
+        return {"context": context, "experts": None}
+    axes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    axes |= {"fsdp": axes["fsdp"] // parallel.expert, "expert": parallel.expert}
+    of_experts = init_device_mesh(mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return {"context": context, "experts": Experts(sharing, of_experts)}
 
 
 def destroy_process_group() -> None:
@@ -357,13 +384,13 @@ def _meeting(rank: int, size: int) -> Iterator[None]:
         timer.cancel()
 
 
-def _outlast_hangs(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Lets the launcher find a hang (lptune/launch/hangs.py) before these groups do. NCCL's own watchdog ends
-    the processes after ten minutes, also of ranks that wait for one that works, and names nobody.
+def _outlast_hangs() -> None:
+    """Lets the launcher find a hang (lptune/launch/hangs.py) before process groups do. NCCL's own watchdog
+    ends the processes after ten minutes, also of ranks that wait for one that works, and names nobody.
     """
     if (hang_timeout_s := launch.hang_timeout_s()) and dist.get_world_size() > 1:
         timeout = max(_GROUP_TIMEOUT, timedelta(seconds=2 * hang_timeout_s))
-        for group in filter(None, groups):
+        for group in tuple(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -373,6 +373,11 @@ def _cut(
     module.register_parameter(name, nn.Parameter(sharded, requires_grad=old.requires_grad))
 
 
+def cut_rows(layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Replaces the weight of `layer` by a DTensor that holds this rank's rows."""
+    _cut(layer, "weight", mesh, Shard(0))
+
+
 def _take(tensor: Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
     """A copy of the runs (first, number) of `tensor` along `dim`, one after the other."""
     if not isinstance(tensor, RowTensor):
@@ -487,6 +492,8 @@ def describe_mesh(model: nn.Module, world: World) -> str:
         text += f" ({' x '.join(f'{name} {world.mesh.size(i)}' for i, name in enumerate(names))})"
     if world.context is not None:
         text += f", each row on {world.context.size} of them"
+    if world.experts is not None:
+        text += f", experts on {world.experts.group.size} of them"
     gathers = Counter(getattr(module, "token_gather", "none") for module in model.modules())
     del gathers["none"]
     if gathers:

@@ -29,13 +29,14 @@ from lptune.linear.verify import (
     PrecisionNotAppliedError,
     Verified,
     planned_gathers,
+    verify_exchanges,
     verify_gathers,
     verify_reductions,
     verify_step,
     verify_token_gathers,
 )
 from lptune.linear.weights.compute_weights import ComputeWeights, use_compute_weights
-from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_float32_group, padded_numel
+from lptune.linear.weights.groups import FSDP_AXIS, fsdp_groups, note_group, padded_numel
 from lptune.linear.weights.int8_weight import (
     INT8_SCALE,
     Int8Weight,
@@ -84,7 +85,7 @@ __all__ = [
     "kinds",
     "local_part",
     "native_kinds",
-    "note_float32_group",
+    "note_group",
     "num_narrow_reductions",
     "on_this_rank",
     "padded_numel",
@@ -96,6 +97,7 @@ __all__ = [
     "stored_beside",
     "unconvert",
     "use_compute_weights",
+    "verify_exchanges",
     "verify_gathers",
     "verify_reductions",
     "verify_step",

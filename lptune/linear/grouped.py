@@ -17,8 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lptune.kernels import Quantized
 from lptune.linear.kind import LinearSpec, Needs
-from lptune.linear.module import LowPrecisionLinear, autocast, compute_weight, local_part
+from lptune.linear.module import (
+    LowPrecisionLinear,
+    QuantizedTokens,
+    autocast,
+    compute_weight,
+    local_part,
+)
 
 
 class LowPrecisionGroupedLinear(LowPrecisionLinear):
@@ -26,19 +33,18 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
 
     num_groups: int
 
-    def forward(self, x: Tensor, ends: Tensor, most: int | None = None) -> Tensor:  # type: ignore[override]
-        """(S, K) -> (S, N) in x's dtype. x: compute dtype. ends: int32 (E,), the last is S. most: no group
-        has more rows than this (the number of tokens, if each token's experts differ); None: one may have
-        all.
-        """
-        x, weight_RK = autocast(x), local_part(self.weight)
-        return self._multiply(x, weight_RK, self.handle, ends=ends, most=most)
-
-    def _multiply(  # type: ignore[override]
-        self, x: Tensor, weight_RK: Tensor, handle: Tensor, *, ends: Tensor, most: int | None
+    def forward(  # type: ignore[override]
+        self, x: Tensor | QuantizedTokens, ends: Tensor, most: int | None = None
     ) -> Tensor:
+        """(S, K) -> (S, N) in x's dtype. x: compute dtype, or quantized already. ends: int32 (E,), the last
+        is S. most: no group has more rows than this (the number of tokens, if each token's experts differ);
+        None: one may have all.
+        """
+        q = scale = None
+        if isinstance(x, QuantizedTokens):
+            x, q, scale = x
         out_SN: Tensor = _GroupedGemms.apply(  # type: ignore[no-untyped-call]
-            x, weight_RK, ends, handle, self.spec, most
+            autocast(x), local_part(self.weight), ends, self.handle, self.spec, most, q, scale
         )
         return out_SN
 
@@ -53,9 +59,12 @@ class _GroupedGemms(torch.autograd.Function):
         layer: Tensor,
         spec: LinearSpec,
         most: int | None,
+        q: Tensor | None,
+        scale: Tensor | None,
     ) -> Tensor:
+        quantized_x = None if q is None or scale is None else Quantized(q, scale)
         weight_RK = compute_weight(w_RK, x_SK.dtype)
-        out_SN, saved = spec.kind.grouped_forward(spec, x_SK, weight_RK, ends_E, layer)
+        out_SN, saved = spec.kind.grouped_forward(spec, x_SK, weight_RK, ends_E, layer, quantized_x)
         ctx.spec, ctx.most = spec, most
         ctx.save_for_backward(w_RK, ends_E, layer, *(saved if ctx.needs_input_grad[1] else ()))
         return out_SN
@@ -68,7 +77,7 @@ class _GroupedGemms(torch.autograd.Function):
         gx_SK, gw_RK = ctx.spec.kind.grouped_backward(
             ctx.spec, g_SN.contiguous(), weight_RK, ends_E, tuple(saved), layer, needs, ctx.most
         )
-        return gx_SK, gw_RK, None, None, None, None
+        return gx_SK, gw_RK, *[None] * 6
 
 
 # In compute dtype: where a GEMM is `high`, and to compare with.

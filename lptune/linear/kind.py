@@ -186,9 +186,17 @@ class Kind(ABC):
         return f"{self.name} has no GEMMs for groups"
 
     def grouped_forward(
-        self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
+        self,
+        spec: LinearSpec,
+        x_SK: Tensor,
+        w_RK: Tensor,
+        ends_E: Tensor,
+        layer: Tensor,
+        quantized_x: Quantized | None = None,
     ) -> tuple[Tensor, Saved]:
-        """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end."""
+        """As `forward`, for each group's own rows. w_RK: (E * N, K). ends_E: int32, where groups end.
+        quantized_x: as in `forward`; given only where tokens travel to experts (tp_all_gather).
+        """
         raise ValueError(self.why_not_grouped(spec))
 
     def grouped_backward(

@@ -1,9 +1,10 @@
-"""Verifies the first step: did it really run in low precision? Four checks, of which a run has all.
+"""Verifies the first step: did it really run in low precision? Five checks, of which a run has all.
 
     verify_step            counts of GEMMs and gathers of each layer, exactly; the loop says how many passes
     verify_first_update    the same without a word from the loop, so only what is true in any loop
     verify_gathers         bytes of the all-gathers that FSDP ran
     verify_token_gathers   how often tensor parallelism gathered activations in 8 bits
+    verify_exchanges       how often expert parallelism sent tokens in 8 bits
 
 The kernels count the GEMMs that they execute (`kernels.record_gemms`). The counts are compared with the
 precision plan, layer by layer and GEMM by GEMM. An op counts itself when it runs, so this works in the same
@@ -32,7 +33,7 @@ the gather of that block has a size that no block has in the plan.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lptune.kernels import GEMMS, RECOMPUTED, Executed, gathered_bytes, record_gemms
 from lptune.linear.dtensors import on_this_rank
-from lptune.linear.module import LowPrecisionLinear
+from lptune.linear.module import LowPrecisionLinear, num_groups
 from lptune.linear.plan import LayerPlan, Plan
 from lptune.linear.weights.compute_weights import has_compute_weight
 from lptune.linear.weights.groups import fsdp_groups, padded_numel
@@ -103,7 +104,8 @@ def verify_step(model: nn.Module, plan: Plan, num_passes: int) -> Iterator[Verif
                 verified.num_low_gathers += 1
                 weight = model.get_submodule(layer.name).get_parameter("weight")
                 if isinstance(weight, DTensor):
-                    verified.num_gathering_ranks = num_gathering_ranks(weight)
+                    over = num_gathering_ranks(weight)
+                    verified.num_gathering_ranks = max(over, verified.num_gathering_ranks)
             verified.num_gemms += sum(counts.values()) + again
             verified.num_recomputed += again
         # FLOPs per call of the layer. Recomputation is not counted, as usual for model FLOPs.
@@ -409,6 +411,8 @@ def planned_gathers(model: nn.Module, compute_dtype: torch.dtype) -> dict[str, t
         for parameter in group.parameters:
             if not isinstance(parameter, DTensor):
                 continue
+            if num_gathering_ranks(parameter) == 1 < parameter.device_mesh.size():
+                continue  # experts that no other rank has: nothing is exchanged
             if id(parameter) in in_8_bits:
                 low += planned_bytes(parameter, in_8_bits[id(parameter)])
             else:
@@ -485,4 +489,28 @@ def verify_token_gathers(model: nn.Module, num_gathers: int) -> None:
         raise PrecisionNotAppliedError(
             f"the step gathered activations in 8 bits {num_gathers} times, where {len(modules)} modules "
             f"should gather their input equally often ({modules[0]}, …)"
+        )
+
+
+def verify_exchanges(models: Collection[nn.Module], num_sent: int) -> None:
+    """Raises PrecisionNotAppliedError unless the mixtures whose first layer takes 8-bit rows from other ranks
+    (distributed/expert_parallel.py), and no others, were sent them, `num_sent` times in all; those of one
+    model equally often.
+    """
+    firsts = {
+        name: next(each for each in module.modules() if num_groups(each))
+        for model in models
+        for name, module in model.named_modules()
+        if hasattr(module, "exchange")
+    }
+    mixtures = [
+        name
+        for name, layer in firsts.items()
+        if isinstance(layer, LowPrecisionLinear) and layer.spec.token_gather != "high"
+    ]
+    uneven = len(models) == 1 and mixtures and num_sent % len(mixtures)
+    if bool(mixtures) != bool(num_sent) or uneven:
+        raise PrecisionNotAppliedError(
+            f"the step sent tokens to experts in 8 bits {num_sent} times, where {len(mixtures)} mixtures "
+            f"should get theirs so, equally often ({mixtures[0] if mixtures else 'none'}, …)"
         )

@@ -60,6 +60,8 @@ class Facts(ABC):
     """Whether attention has scores for keys that are not there."""
     tied: bool = False
     """Whether head and embedding share one weight."""
+    num_experts: int = 0
+    """Of each mixture whose experts ranks can have among them; 0: there is none."""
     word_names: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
     """The names of the embedding and of the head's weight in the checkpoint."""
     notes: tuple[str, ...] = field(default=(), compare=False)
@@ -79,10 +81,16 @@ class Facts(ABC):
         """Why ranks cannot share rows (context parallelism); None: they can, where the heads divide."""
         return None
 
-    def check_execution(self, num_tensor_ranks: int, compile_mode: str, num_context_ranks: int = 1) -> None:
+    def check_execution(
+        self,
+        num_tensor_ranks: int,
+        compile_mode: str,
+        num_context_ranks: int = 1,
+        num_expert_ranks: int = 1,
+    ) -> None:
         """Raises UserError, one line, if the model cannot be cut or compiled as a config asks.
-        num_tensor_ranks, compile_mode, num_context_ranks: the keys `parallel.tensor`, `compile` and
-        `parallel.context`.
+        num_tensor_ranks, compile_mode, num_context_ranks, num_expert_ranks: the keys `parallel.tensor`,
+        `compile`, `parallel.context` and `parallel.expert`.
         """
         if num_tensor_ranks > 1 and (why := self.why_not_cut):
             raise UserError(
@@ -95,6 +103,16 @@ class Facts(ABC):
                 f"parallel.context: {num_context_ranks} ranks do not divide the {self.num_kv_heads} key "
                 f"heads of {self.family!r}; set it to {self.num_kv_heads}, which is the most, or to a "
                 "divisor of it"
+            )
+        if num_expert_ranks > 1 and not self.num_experts:
+            raise UserError(
+                f"parallel.expert: {self.family!r} has no mixture whose experts ranks could have among them; "
+                "set it to 1"
+            )
+        if self.num_experts % num_expert_ranks:
+            raise UserError(
+                f"parallel.expert: {num_expert_ranks} ranks do not divide the {self.num_experts} experts of "
+                f"{self.family!r}; set it to a divisor of them"
             )
 
     def check(self) -> None:  # noqa: B027  (most members have nothing to try)

@@ -100,6 +100,8 @@ class DryRun:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         if (shared := self.cfg.parallel.context) > 1:
             axes += f", each row on {shared} ranks"
+        if (shared := self.cfg.parallel.expert) > 1:
+            axes += f", experts on {shared} ranks"
         ranks, tokens = torch.Size(self.mesh.values()).numel(), self.cfg.tokens_per_step
         lines = [
             *precision_lines(self.plan),
@@ -182,7 +184,8 @@ def dry_run(
         with ExitStack() as stack:
             # Layer handles are real tensors: their values identify a layer.
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            log = stack.enter_context(memory.MemoryLog(distributed.axis_names(world.mesh, world.context)))
+            axes = distributed.axis_names(world.mesh, world.context, world.experts)
+            log = stack.enter_context(memory.MemoryLog(axes))
             compute_dtype = getattr(torch, cfg.compute_dtype)
             backend = model.attention_backend(world.device, compute_dtype, seq_len=cfg.data.seq_len)
             try:
@@ -410,9 +413,8 @@ def fake_world(parallel: ParallelConfig, world_size: int) -> Iterator[World]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        context = distributed.context_group(parallel.context)
-        group = None if context is None else models.Group.of(context)
-        yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh, context=group)
+        sharing = distributed.neighbours(parallel, mesh)
+        yield World(rank=0, size=world_size, device=torch.device("cpu"), mesh=mesh, **sharing)
     finally:
         distributed.destroy_process_group()
 
@@ -501,6 +503,9 @@ def _collectives_table(found: DryRun) -> list[str]:
     sizes = {
         **found.mesh,
         "context": found.cfg.parallel.context,
+        "expert": found.cfg.parallel.expert,
+        **{f"{axis} of experts": size for axis, size in found.mesh.items()},
+        "fsdp of experts": found.mesh["fsdp"] // found.cfg.parallel.expert,
         "all": torch.Size(found.mesh.values()).numel(),
     }
     rows = [
@@ -517,6 +522,8 @@ def _notes(found: DryRun) -> list[str]:
         notes.append(
             "an all-gather's bytes are those of the gathered buffer, a reduce-scatter's of what is cut up"
         )
+    if found.cfg.parallel.expert > 1:
+        notes.append("all experts get equally many tokens here: uneven routing moves more, and keeps more")
     if found.cfg.compile != "none":
         notes.append("blocks ran eagerly here: compiled ones keep fewer activations and temporaries")
     if found.device_type == "cuda":

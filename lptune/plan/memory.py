@@ -119,7 +119,7 @@ class MemoryLog(TorchDispatchMode):
                     self.span_blocks(args, whole / found.num_bytes)
                     found = found._replace(num_bytes=whole)
                 self.collectives[found] += self._spans[-1].times
-                if found.axis == "fsdp" and found.operation != "all_to_all":
+                if found.axis.startswith("fsdp") and found.operation != "all_to_all":
                     self.label(GATHERED if found.operation == "all_gather" else UNREDUCED, args)
         elif name == "fsdp::chunk_cat":
             self.label(UNREDUCED, args)

@@ -31,11 +31,15 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig, seed: int = 0) -> to
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     trained = list(names)
+    # Weights of experts may have a mesh of their own, and torch updates the DTensors of one mesh together.
+    alike: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for parameter in sorted(trained, key=lambda p: p.dim() < 2):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        alike.setdefault((parameter.dim() >= 2, mesh), []).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": cfg.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), parameters in alike.items()
     ]
-    groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("no parameter has requires_grad, so there is nothing to train; unfreeze some")
     options: dict[str, Any] = {"lr": cfg.lr, "betas": (cfg.beta1, cfg.beta2), "eps": cfg.eps}

@@ -111,11 +111,10 @@ def _steps(rank: int, num_ranks: int, cases: list[Case]) -> list[dict[str, Any]]
     found = []
     with distributed.session("cpu") as every:
         for precision, parallel, optimizer in cases:
-            axes = distributed.mesh_axes(ParallelConfig(**parallel), num_ranks)
+            config = ParallelConfig(**parallel)
+            axes = distributed.mesh_axes(config, num_ranks)
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-            shared = distributed.context_group(parallel.get("context", 1))
-            context = None if shared is None else models.Group.of(shared)
-            world = dataclasses.replace(every, mesh=mesh, context=context)
+            world = dataclasses.replace(every, mesh=mesh, **distributed.neighbours(config, mesh))
             found.append(_step(world, precision, parallel, optimizer))
     return found
 

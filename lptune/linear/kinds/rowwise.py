@@ -136,10 +136,16 @@ class Rowwise(Kind):
         return None
 
     def grouped_forward(
-        self, spec: LinearSpec, x_SK: Tensor, w_RK: Tensor, ends_E: Tensor, layer: Tensor
+        self,
+        spec: LinearSpec,
+        x_SK: Tensor,
+        w_RK: Tensor,
+        ends_E: Tensor,
+        layer: Tensor,
+        quantized_x: Quantized | None = None,
     ) -> tuple[Tensor, Saved]:
         """See Kind. Rows have their own scales, so x is quantized for all groups at once, as W is."""
-        x, saved = _input_rows(spec, x_SK)
+        x, saved = _input_rows(spec, x_SK, quantized_x)
         if spec.output == "high":
             return multiply_groups(x_SK, _high_weight(spec, w_RK, x_SK.dtype), ends_E, by_rows=True), saved
         assert x is not None

@@ -1,7 +1,8 @@
 """The groups in which FSDP2 gathers parameters, found from the modules that `fully_shard` was applied to.
 
-A parameter belongs to the innermost of them. But a group of float32 parameters (distributed/parallelize.py)
-takes its own from the modules inside of it, and leaves all others to those around it.
+A parameter belongs to the innermost of them. But a group of float32 parameters, or of experts that are
+sharded over fewer ranks (distributed/parallelize.py), has some of a module's, and leaves all others to the
+groups inside and around it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 FSDP_AXIS = "fsdp"
-_ATTRIBUTE = "_float32_names"
+_ATTRIBUTE = "_names_of_group"
 
 
 class Group(NamedTuple):
@@ -27,9 +28,9 @@ class Group(NamedTuple):
     """Whether they are gathered in float32, whatever the compute dtype is."""
 
 
-def note_float32_group(module: nn.Module, names: Iterable[str]) -> None:
-    """Says that `fully_shard` made of `module` the group of the float32 parameters with these names in it."""
-    object.__setattr__(module, _ATTRIBUTE, frozenset(names))
+def note_group(module: nn.Module, names: Iterable[str], *, in_float32: bool) -> None:
+    """Says that `fully_shard` made of `module` the group of the parameters with these names in it alone."""
+    object.__setattr__(module, _ATTRIBUTE, (frozenset(names), in_float32))
 
 
 def fsdp_groups(model: nn.Module) -> Iterator[Group]:
@@ -39,15 +40,15 @@ def fsdp_groups(model: nn.Module) -> Iterator[Group]:
     found: list[tuple[str, Any]] = [
         (name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)
     ]
-    in_float32 = {
-        name: [module.get_parameter(each) for each in names]
+    noted = {
+        name: Group(name, [module.get_parameter(each) for each in of_group[0]], of_group[1])
         for name, module in found
-        if (names := vars(module).get(_ATTRIBUTE))
+        if (of_group := vars(module).get(_ATTRIBUTE))
     }
-    seen = {id(each) for parameters in in_float32.values() for each in parameters}
+    seen = {id(each) for group in noted.values() for each in group.parameters}
     for name, module in reversed(found):
-        if name in in_float32:
-            yield Group(name, in_float32[name], True)
+        if name in noted:
+            yield noted[name]
             continue
         own = [each for each in module.parameters() if id(each) not in seen]
         seen.update(map(id, own))

@@ -10,12 +10,14 @@ Shapes: T tokens, H hidden, k experts of a token, S = T * k, E experts, K in_fea
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lptune.base.errors import UserError
 from lptune.hardware.planned import planned_device_type
@@ -41,7 +43,8 @@ class GroupedLinear(nn.Linear):
         """
         if (planned_device_type() or x.device.type) == "cuda" and x.dtype != torch.bfloat16:
             raise UserError("compute_dtype: experts run in bfloat16 on GPUs; set it to bfloat16")
-        w_ENK = self.weight.unflatten(0, (self.num_groups, -1))
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        w_ENK = weight.unflatten(0, (self.num_groups, -1))
         return F.grouped_mm(x, w_ENK.transpose(1, 2), offs=ends)
 
 
@@ -62,6 +65,12 @@ def register() -> None:
 def is_mixture(module: nn.Module) -> bool:
     """Whether `module` holds the experts of a block: it takes x_TH, the experts of each token, factors."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def num_experts(causal: nn.Module) -> int:
+    """The number of experts of each mixture of `causal`, or what divides all of them; 0: it has none."""
+    mixtures = filter(is_mixture, causal.modules())
+    return math.gcd(*(len(p) for each in mixtures for p in each.parameters(recurse=False) if p.dim() == 3))
 
 
 def stack(causal: nn.Module) -> dict[str, bool]:
@@ -121,17 +130,23 @@ def run_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     chosen_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
     x_SH = hidden_states[order_S // num_chosen]
     up = self.gate_up_proj if self.has_gate else self.up_proj
+    most, first = len(hidden_states), 0  # a token's experts differ
+    # Where ranks have experts of their own (expert_parallel.py), S are the rows of this rank's from here on.
+    if exchange := getattr(self, "exchange", None):
+        trip, first = exchange.trip(chosen_S), exchange.first
+        x_SH, chosen_S, most = trip.there(x_SH), trip.experts_R, trip.most
     ends_E = ends_of_groups(chosen_S, up.num_groups)
-    most = len(hidden_states)  # a token's experts differ
     up_S = up(x_SH, ends_E, most)
     if self.has_bias:
         bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
-        up_S = up_S + bias[chosen_S]
+        up_S = up_S + bias[chosen_S + first]
     out_SH = self.down_proj(self._apply_gate(up_S) if self.has_gate else self.act_fn(up_S), ends_E, most)
     if self.has_bias:
-        out_SH = out_SH + self.down_proj_bias[chosen_S]
+        out_SH = out_SH + self.down_proj_bias[chosen_S + first]
     if getattr(self, "has_post_expert_norm", False):
         out_SH = self.post_expert_norm(out_SH)
+    if exchange:
+        out_SH = trip.back(out_SH)
     out_SH = out_SH * top_k_weights.reshape(-1)[order_S][:, None]
     back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
     found: Tensor = out_SH[back_S].unflatten(0, (-1, num_chosen)).sum(1)

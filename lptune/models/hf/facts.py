@@ -87,8 +87,8 @@ class HFFacts(Facts):
             return f"{self.family!r} scales attention by the place in a row, which transformers counts itself"
         return None
 
-    def check_execution(self, num_tensor_ranks: int, compile_mode: str, num_context_ranks: int = 1) -> None:
-        super().check_execution(num_tensor_ranks, compile_mode, num_context_ranks)
+    def check_execution(self, num_tensor_ranks: int, compile_mode: str, *others: int) -> None:
+        super().check_execution(num_tensor_ranks, compile_mode, *others)
         if compile_mode == "model":
             raise UserError(
                 f"compile: torch cannot compile transformers' {self.family!r} as a whole; set compile=block"

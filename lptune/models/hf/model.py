@@ -329,6 +329,7 @@ def facts_of(content: str, where: str, stored: tuple[tuple[str, tuple[int, ...]]
         max_position_embeddings=_integer(config, "max_position_embeddings", default=2**20),
         attention_softcap=getattr(config, "attn_logit_softcapping", None),
         tied=head.weight is embedding.weight,
+        num_experts=experts.num_experts(causal),
         word_names=(_name_of(causal, embedding), _name_of(causal, head)),
         notes=_notes(config),
         content=content,

@@ -118,6 +118,7 @@ def _notes(cfg: RunConfig, step: "PlannedStep") -> list[str]:
     left_out = {
         "parallel.tensor": cfg.parallel.tensor > 1,
         "parallel.context": cfg.parallel.context > 1,
+        "parallel.expert": cfg.parallel.expert > 1,
         "parallel.cpu_offload": cfg.parallel.cpu_offload,
         "freeze": bool(cfg.freeze),
         f"the model in {step.frozen}": step.frozen is not None,

@@ -434,7 +434,7 @@ _WRITES = drop(NOT_NEEDED, "what a run writes is in output_dir")
 _FROM_CONFIG = drop(NOT_NEEDED, "family and sizes are read from config.json in model.path")
 _YAML = drop(NOT_NEEDED, "OUTPUT_DIR/config.yaml holds every key")
 _CODE = drop(BY_DESIGN, "a config names no code; copy a recipe with `lptune cp`")
-_MOE = drop(NOT_OFFERED, "there are no mixtures of experts")
+_MOE = drop(NOT_NEEDED, "precision.kind is that of experts, too")
 _WHOLE = drop(BY_DESIGN, "the last checkpoint is whole; OUTPUT_DIR/export holds the model")
 _PIPELINE = drop(NOT_OFFERED, "there is no pipeline parallelism")
 _CONTEXT = drop(NOT_NEEDED, "ranks exchange heads, in no turns")
@@ -451,7 +451,8 @@ _PARALLEL = {
     "fsdp_reshard_after_forward": _reshard,
     "enable_async_tensor_parallel": if_on(NOT_OFFERED, "sequence parallelism gathers in 8 bits instead"),
     "disable_loss_parallel": if_on(NOT_OFFERED, "the loss is computed on the shards of the vocabulary"),
-    **each("{expert,expert_tensor}_parallel_degree", _MOE),
+    "expert_parallel_degree": drop(NOT_OFFERED, "see parallel.expert, which needs tensor and context of 1"),
+    "expert_tensor_parallel_degree": drop(NOT_OFFERED, "each rank has whole experts"),
     **each("context_parallel_{rotate_method,load_balancer,ptrr_mask_key}", _CONTEXT),
 }
 

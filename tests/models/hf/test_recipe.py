@@ -1,6 +1,8 @@
 """Models of transformers through the recipe: mixtures of experts in 8 bits on one and two ranks, a hybrid, a
 checkpoint that stores experts transposed. Exports are read back by transformers, and say the same."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from lptune.config import FinetuneConfig, PrecisionConfig, load_config
 from lptune.inference import load_model
 from tests.helpers import hf_types
 from tests.helpers.ranks import Ranks
+from tests.helpers.slow import slow_but
 from tests.helpers.tiny_recipe import make_checkpoint, write_config
 from tests.recipes.conftest import losses, read_lines, read_metrics
 
@@ -139,6 +142,48 @@ def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
     # Later a rounding sends a token to another expert.
     assert found == pytest.approx(alone, rel=1e-3)
     assert losses(tmp_path / "of_one") == pytest.approx(alone[2:], rel=1e-3)
+
+
+def _printed_on_rank(rank: int, num_ranks: int, *arguments: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _on_rank(rank, num_ranks, *arguments)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("kind", slow_but(lambda kind: kind == "qwen3_moe", ["qwen3_moe", "gpt_oss"]))
+def test_ranks_with_experts_of_their_own_train_like_one_and_go_on_with_all(
+    kind: str, bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Four steps on two ranks that have the experts among them, with gradients that are clipped; and two on
+    one rank and two so, in both orders.
+    """
+    in_float32 = ("precision.kind=none", "compute_dtype=float32", "compile=none", "max_grad_norm=0.5")
+    base, half_way = bases[kind], Path("checkpoints", "step-00000002")
+    alone = _train(base, tmp_path, "alone", *in_float32)
+    with Ranks(2) as ranks:
+
+        def shared(name: str, *more: str) -> str:
+            keys = ("parallel.expert=2", *more)
+            return ranks.run(_printed_on_rank, 2, str(base), str(tmp_path), name, *keys)[0]
+
+        shared("shared", *in_float32)
+        shared("from one", *in_float32, f"resume={alone / half_way}")
+        printed = shared("low", "compile=block")
+    _train(base, tmp_path, "to one", *in_float32, f"resume={tmp_path / 'shared' / half_way}")
+    expected, one = losses(alone), load_file(alone / "export" / "model.safetensors")
+    # Sums in another order; no bound follows from that after several steps. Measured: 1e-7.
+    for name, steps in (("shared", 0), ("from one", 2), ("to one", 2)):
+        assert losses(tmp_path / name) == pytest.approx(expected[steps:], rel=2e-6)
+        norms = [[each["grad_norm"] for each in read_metrics(run)] for run in (tmp_path / name, alone)]
+        assert norms[0] == pytest.approx(norms[1][steps:], rel=1e-4)
+        assert min(norms[1]) > 0.5  # they are clipped
+        for key, tensor in load_file(tmp_path / name / "export" / "model.safetensors").items():
+            assert tensor.shape == one[key].shape
+            assert float((tensor.float() - one[key].float()).abs().max()) < 1e-3 * 4, key
+    # In 8 bits the first forward has the bits of one rank.
+    assert losses(tmp_path / "low")[0] == pytest.approx(losses(runs[kind])[0], rel=1e-7)
+    assert "weights gathered in 8 bits, as planned" in printed
+    assert "all_to_all over expert uint8" in printed
 
 
 def test_recomputation_changes_no_bit(bases: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
