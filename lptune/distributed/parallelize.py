@@ -56,7 +56,7 @@ from lptune.linear import (
     reduce_narrowly,
     use_compute_weights,
 )
-from lptune.models import Backbone, activate_attention
+from lptune.models import Backbone
 
 BatchT = TypeVar("BatchT")
 
@@ -240,7 +240,6 @@ def prefetch(blocks: Sequence[FSDPModule], num_blocks: int) -> None:
 
 def materialize(model: Backbone, world: World, cfg: Settings) -> None:
     """Allocates the parameters of a model on meta, with unspecified values, and computes its buffers."""
-    activate_attention(world.device)
     model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)
     model.reset_buffers(world.device)
 

@@ -194,7 +194,7 @@ class Mxfp8(Blockwise):
     name = "mxfp8"
     fmt = "e4m3"
     power_of_two = True
-    operations = ("other_block_gemm",)
+    operations = ("block_gemm",)
     emulated_where_missing = True
     size = MX_BLOCK
 
