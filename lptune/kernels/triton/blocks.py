@@ -133,7 +133,7 @@ def _store_blocks(
 def quantize_blocks(
     x_MK: Tensor, block: tuple[int, int], fmt: str, e8m0: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_blocks`: reads x once."""
+    """`lptune::quantize_blocks`: reads x once, and keeps a tile of whole blocks in registers."""
     (found,) = _quantize(x_MK, block, fmt, e8m0, [transposed])
     return found
 
