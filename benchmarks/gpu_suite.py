@@ -10,7 +10,7 @@
     call 3   kernels    GEMMs and quantizers against their rooflines, ours and torch's    kernels.py
              8b         8B on one GPU, memory beside its plan                             steps.py
              quality    300 steps in bf16, INT8 and float8: held-out losses       lptune sweep
-             variants   3B with trial settings (LPTUNE_TRY, keys)                         steps.py
+             variants   3B with other keys                                                steps.py
     call 4   linear     a linear layer in three kinds, then torchao's                     linear.py
              1b         training steps of 1B                                              steps.py
              block      a decoder block in every kind, then torchao's                     linear.py

@@ -3,8 +3,8 @@
     python benchmarks/kernels.py [--shape T K N]... [--skip-configs] [--json FILE]
 
 Each GEMM gets operands from our quantizers, in the layouts that layers use: `output` (x, W.T), `grad_input`
-(g, W), `grad_weight` (g.T, x). torch's calls (cuBLASLt, CUTLASS) are timed beside lptune's kernel, to decide
-between them (LPTUNE_TRY, docs/gpu.md); its INT8 GEMM, which returns int32 without scales, bare and with one
+(g, W), `grad_weight` (g.T, x). torch's calls (cuBLASLt, CUTLASS) are timed beside lptune's kernel, where
+an operation has both; its INT8 GEMM, which returns int32 without scales, bare and with one
 compiled pass over the result. There are two rooflines: the peak of the data sheet, and twice the
 speed of a bfloat16 GEMM of the same shape on this device. On CUDA, a table of all configurations of our
 kernel follows.
@@ -77,7 +77,7 @@ def gemms(kind: str, shape: tuple[int, int, int]) -> dict[str, tuple[Call, str]]
             "grad_input": _mm(g8.q_MK, w_transposed, g8.scale_11, w8.scale_11, 1, "float8_gemm"),
             "grad_weight": _mm(g_transposed.t(), x_transposed, g8.scale_11, x8.scale_11, 2, "float8_gemm"),
         }
-    first, other = ("int8_gemm",) * 2 if fmt == "int8" else ("float8_gemm", "float8_rowwise_gemm")
+    first, other = ("int8_gemm",) * 2 if fmt == "int8" else ("float8_gemm", "float8_other_gemm")
     x_rows, w_rows = kernels.quantize_rows(x, fmt), kernels.quantize_rows(w, fmt)
     w_transposed = kernels.quantize_rows(w, fmt, transposed=transposed).q_MK
     x_columns = kernels.quantize_columns(x, fmt, transposed=transposed)

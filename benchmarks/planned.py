@@ -8,7 +8,6 @@ says for a Hopper GPU. torchao's layers cannot be planned: they count as `none`,
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,16 +29,11 @@ LABELS_3B = (
 LABELS_8B = ("int8_rowcol", "none", "int8_weight_only")
 VARIANTS = (
     "int8_rowcol",
-    # cuDNN attention needs rows of one document, so its baseline is not packed either.
     "int8_rowcol + data.packing=false",
-    "int8_rowcol + data.packing=false + cudnn_attention",
     "float8_rowwise",
-    "float8_rowwise + cublaslt_rowwise",
-    "int8_rowcol + grouped_varlen",
     "int8_rowcol + deterministic=true",
     "int8_rowcol + parallel.reshard_after_forward=true",
     "float8_blockwise",
-    "float8_blockwise + cublaslt_blocks",
 )
 
 
@@ -97,7 +91,7 @@ def plan(setting: Setting, label: str, work: Path) -> float:
     from lptune.plan.dry_run import dry_run
 
     folder, text = prepare(work, setting.preset)
-    more, os.environ["LPTUNE_TRY"] = overrides_of(label, emulated=False)
+    more = overrides_of(label, emulated=False)
     overrides = [*common_overrides(folder, text), *setting.overrides, *more, "device=cuda"]
     cfg = load_config(FinetuneConfig, catalog.find_config("llama3_2/1b"), overrides)
     return dry_run(cfg, models.read_config(folder), 1, named_device("h100")).peak_bytes / 2**30

@@ -3,12 +3,12 @@
     python benchmarks/steps.py [--preset llama3_2/1b | --config FILE] [--label LABEL]... [--minutes 9]
                                [--json FILE] [--work FOLDER] [--override KEY=VALUE]... [--profile LABEL]...
 
-A label is a kind, `torchao KIND`, or a kind with a trial setting: `int8_rowcol + cudnn_attention` (a name of
-LPTUNE_TRY, or key=value). Each label is one run of recipes/full_finetune.py in its own process, forked from a
-process that has imported torch. torchao uses the same recipe, with torchao's conversion in place of ours.
-Weights are random and the text is synthetic, which does not change the time of a step. No weight is read or
-written: the checkpoint's file is a header and a hole, and runs neither save nor export. --config names the
-config.json of any model, in place of a preset; --layers gives it so many.
+A label is a kind, `torchao KIND`, or a kind with other keys (`int8_rowcol + data.packing=false`). Each one is
+one run of recipes/full_finetune.py in its own process, forked from a process that has imported torch. torchao
+uses the same recipe, with torchao's conversion in place of ours. Weights are random and the text is
+synthetic, which does not change the time of a step. No weight is read or written: the checkpoint's file is a
+header and a hole, and runs neither save nor export. --config names the config.json of any model, in place of
+a preset; --layers gives it so many.
 
 Figures are medians of the steps after the fourth. --profile adds the share of each kernel in later steps.
 `planned` is the peak that `lptune plan` predicts (for eager blocks; compiled blocks should need less), from
@@ -43,7 +43,6 @@ from lptune import checkpoint, distributed, linear, models, training
 from lptune.checkpoint.adapter import region
 from lptune.cli import catalog, recipe
 from lptune.config import FinetuneConfig, load_config
-from lptune.hardware.trials import TRIALS
 
 # The most important ones first, because a run may be interrupted. torchao's INT8 last: it measures its 27
 # configurations one after the other for each shape of a GEMM, which takes two minutes.
@@ -145,18 +144,15 @@ def common_overrides(folder: Path, text: Path) -> list[str]:
     return [*overrides, "parallel.reshard_after_forward=false"]
 
 
-def overrides_of(label: str, *, emulated: bool | None = None) -> tuple[list[str], str]:
-    """(overrides, value of LPTUNE_TRY) of a label. emulated: None: if this device cannot run the kind."""
-    kind, *tried = label.split(" + ")
-    overrides = [each for each in tried if "=" in each]
-    names = [each for each in tried if "=" not in each]
-    assert set(names) <= TRIALS.keys(), names
+def overrides_of(label: str, *, emulated: bool | None = None) -> list[str]:
+    """The overrides of a label. emulated: None: if this device cannot run the kind."""
+    kind, *overrides = label.split(" + ")
     if not kind.startswith("torchao "):
         if emulated is None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             emulated = kind not in linear.native_kinds(device)
         overrides += [f"precision.kind={kind}", f"precision.emulate={str(emulated).lower()}"]
-    return overrides, ",".join(names)
+    return overrides
 
 
 def child(label: str, overrides: list[str], folder: Path, profiled_after: int | None) -> None:
@@ -167,9 +163,7 @@ def child(label: str, overrides: list[str], folder: Path, profiled_after: int | 
     log = os.open(folder.with_suffix(".txt"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    more, tried = overrides_of(label)
-    if tried:
-        os.environ["LPTUNE_TRY"] = tried
+    more = overrides_of(label)
     # One thread for each core that this process may use; a forked process does not compute this itself.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0)))
     strict_compilation()
@@ -326,8 +320,6 @@ def one(
         row["failed"] = f"not finished after {timeout_s:.0f} s"
     elif process.exitcode:
         row["failed"] = f"exit {process.exitcode}: {said[-600:]}"
-    elif "cudnn_attention" in label and torch.cuda.is_available() and row["attention"] != "cudnn":
-        row["failed"] = f"asked for attention by cudnn, ran with {row['attention']}"
     return row
 
 

@@ -58,7 +58,7 @@ from lptune.linear import (
     reduce_narrowly,
     use_compute_weights,
 )
-from lptune.models import Backbone, activate_attention
+from lptune.models import Backbone
 
 BatchT = TypeVar("BatchT")
 
@@ -280,7 +280,6 @@ def prefetch(
 
 def materialize(model: Backbone, world: World, cfg: Settings) -> None:
     """Allocates the parameters of a model on meta, with unspecified values, and computes its buffers."""
-    activate_attention(world.device)
     model.to_empty(device="cpu" if cfg.parallel.cpu_offload else world.device)
     model.reset_buffers(world.device)
 

@@ -31,7 +31,6 @@ from lptune.base.text import fitted, printable
 from lptune.config import ParallelConfig, mesh_axes
 from lptune.distributed.compilation import CompileWatch
 from lptune.hardware.host_memory import keep_freed_memory
-from lptune.hardware.trials import check_trials
 from lptune.launch import preemption
 from lptune.models import Group
 
@@ -242,7 +241,6 @@ def session(
     `deterministic_algorithms`. Raises UserError if cuda is asked for and missing, and if the number of ranks
     does not fit the mesh.
     """
-    check_trials()
     device_type = _device_type(device)
     if parallel.cpu_offload and device_type != "cuda":
         raise UserError(

@@ -1,3 +1,3 @@
-"""What depends on hardware: the GPUs that lptune knows, the one that a dry run stands for, and alternatives
-that wait for a measurement. Imports no torch at the top, and nothing of lptune but base: every part may ask.
+"""What depends on hardware: the GPUs that lptune knows, and the one that a dry run stands for. Imports no
+torch at the top, and nothing of lptune but base: every part may ask.
 """

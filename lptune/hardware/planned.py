@@ -4,11 +4,12 @@ Where memory, layout or the choice of a kernel depends on the device, the choice
 nothing of lptune, so that every part may ask.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 HOPPER = (9, 0)
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class Planned(NamedTuple):
@@ -44,3 +45,13 @@ def planned() -> Planned | None:
 def planned_device_type() -> str | None:
     """That of the innermost `planned_for`; None outside a dry run."""
     return _planned_for[-1].device_type if _planned_for else None
+
+
+def constant_result(function: Function) -> Function:
+    """Compiled code calls the function once, while it is traced, and keeps the result, which must not change
+    within a process: what the device can do, and how much memory it has. Marks it in place, as
+    `torch.compiler.assume_constant_result` does: that imports the compiler and Triton, and would double the
+    time to start a run without compilation.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

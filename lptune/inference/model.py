@@ -21,7 +21,7 @@ from lptune.config import PrecisionConfig
 from lptune.data import Tokenizer, load_tokenizer
 from lptune.distributed import World
 from lptune.kernels import emulated_bfloat16
-from lptune.models import Backbone, Facts, activate_attention
+from lptune.models import Backbone, Facts
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class OpenedModel:
             if name not in in_float32:
                 parameter.data = parameter.data.to(dtype)
         plan = linear.convert(model, precision, device=world.device, num_tokens=num_tokens)
-        activate_attention(world.device)
         model.to_empty(device=world.device)
         model.reset_buffers(world.device)
         low = linear.LowPrecision(model, plan, world=world, verify=False)

@@ -11,8 +11,7 @@ import torch
 from lptune.base.errors import UserError, how_to_install
 from lptune.hardware.devices import FLOAT8_CAPABILITY
 from lptune.hardware.planned import HOPPER, planned, planned_device_type
-from lptune.hardware.trials import tries
-from lptune.kernels import cpu_gemms, cublaslt, native
+from lptune.kernels import cpu_gemms, native
 from lptune.kernels.native.library import INSTRUCTION_SETS
 
 logger = logging.getLogger(__name__)
@@ -25,21 +24,16 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
         "cuda": ("triton", "torch", "reference"),
     },
     "float8_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
-    # Row scales without fast accumulation into bfloat16: see scaled_mm.py.
-    "float8_rowwise_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
-    # For sizes that torch refuses.
-    "float8_odd_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
-    # torch: whole blocks of 128. Triton: any other blocks, also those of MX.
-    "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "torch", "reference")},
-    "other_block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
+    # Those of float8 that torch is not asked for: see scaled_mm.py.
+    "float8_other_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
+    "block_gemm": {"cpu": ("reference",), "cuda": ("triton", "reference")},
     # Blackwell's 4-bit tensor cores.
     "fp4_gemm": {"cpu": ("reference",), "cuda": ("torch", "reference")},
     "quantize": {"cpu": ("native", "reference"), "cuda": ("triton", "reference")},
 }
-_FLOAT8_GEMMS = ("float8_gemm", "float8_rowwise_gemm", "float8_odd_gemm", "block_gemm", "other_block_gemm")
+_FLOAT8_GEMMS = ("float8_gemm", "float8_other_gemm", "block_gemm")
 _TRITON_CAPABILITY = (8, 0)  # Ampere
 _FP4_CAPABILITY = (10, 0)  # Blackwell
-_TRIALS = {"float8_rowwise_gemm": "cublaslt_rowwise", "block_gemm": "cublaslt_blocks"}
 NAMES = ("torch", "triton", "native", *INSTRUCTION_SETS, "float32", "reference")
 
 
@@ -64,13 +58,9 @@ def choose_backend(operation: str, device_type: str) -> str:
     `LPTUNE_KERNELS` overrides the choice if the operation has a backend of that name (for debugging). The
     name of an instruction set, such as avx2, means `native` of a CPU that has no better one; UserError if it
     is not to be had.
-    `LPTUNE_TRY` (lptune/hardware/trials.py) takes cuBLASLt instead of Triton; UserError if the device cannot.
     """
     candidates = BACKENDS[operation].get(device_type, ("reference",))
-    name, trial = requested_backend(), _TRIALS.get(operation)
-    if name is None and trial is not None and tries(trial) and "torch" in candidates:
-        cublaslt.check_vector_scales(trial)
-        name = "torch"
+    name = requested_backend()
     if device_type == "cpu" and name in ("native", *INSTRUCTION_SETS):
         _check_native(name, operation)
         name = "native"
@@ -122,8 +112,6 @@ def _works(backend: str, operation: str, device_type: str) -> bool:
     capability = compute_capability()
     if operation == "fp4_gemm":
         return capability >= _FP4_CAPABILITY
-    if backend == "torch" and operation == "block_gemm":
-        return cublaslt.has_vector_scales()
     least = FLOAT8_CAPABILITY if operation in _FLOAT8_GEMMS else _TRITON_CAPABILITY
     if backend == "triton" and capability >= least:
         _check_triton()

@@ -8,7 +8,6 @@ blocks of 32 with E8M0 scales.
 import torch
 from torch import Tensor
 
-from lptune.kernels import cublaslt
 from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.op import op
 from lptune.kernels.record import GRAD_WEIGHT, note
@@ -44,15 +43,11 @@ def block_scaled_mm(
     emulate: as for `scaled_mm`. Raises ValueError for other shapes.
     """
     _check(a_MK, b_KN, scale_a, scale_b, block)
-    whole = block == cublaslt.BLOCK and cublaslt.takes_blocks(a_MK, b_KN)
-    operation = "block_gemm" if whole else "other_block_gemm"
-    backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
+    backend = "reference" if emulate else choose_backend("block_gemm", a_MK.device.type)
     if backend == "triton" and block in _TRITON_BLOCKS:
         out_MN: Tensor = triton_kernels().block_scaled_mm(
             a_MK, b_KN, scale_a, scale_b, block, out_dtype, tokens_contracted=gemm == GRAD_WEIGHT
         )
-    elif backend == "torch":
-        out_MN = cublaslt.block_scaled_mm(a_MK, b_KN, scale_a, scale_b, out_dtype)
     else:
         (m, k), n = a_MK.shape, b_KN.shape[1]
         b_columns = 1 if scale_b.shape[1] == n else block

@@ -4,17 +4,13 @@ Requirements of each call; torch refuses other operands:
 
     operands     a row-major, b column-major, contraction and columns multiples of 16
     rows         a scale for each row of a and each column of b, contiguous. On Hopper with CUDA 12.9 cuBLASLt
-                 applies them to the accumulator and returns any float dtype; elsewhere CUTLASS returns
-                 bfloat16, and without "fast accumulation" it makes a second pass over the result
-    blocks       Hopper with CUDA 12.9; contraction and columns multiples of 128. A scale per 1 x 128 of a
-                 row is stored rows first (stride 1 along the rows); those of 128 x 128 squares contraction
-                 first, padded to a multiple of 4
+                 applies them to the accumulator; elsewhere CUTLASS does, to a result in bfloat16
     NVFP4        Blackwell; two numbers of 4 bits in a byte, the first in the low half; contraction a multiple
                  of 32. The e4m3 scales of 128 rows x 4 blocks lie together, see `_tiled`
 
-The rules for blocks come from torch's ScaledBlas.cpp and the documentation of cuBLAS ("1D and 128x128 2D
-block scaling", "1D block scaling factors layout"); tests/kernels/test_cublaslt.py and test_nvfp4.py check
-that the calls follow them, and the first on a GPU what they compute. No call for NVFP4 has run on a GPU yet.
+The rules come from torch's ScaledBlas.cpp and the documentation of cuBLAS ("1D block scaling factors
+layout"); tests/kernels/test_cublaslt.py and test_nvfp4.py check that the calls follow them. No call for NVFP4
+has run on a GPU yet.
 """
 
 import functools
@@ -23,43 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.base.errors import UserError
-from lptune.hardware.planned import planned
-
-BLOCK = 128
-
-
-def has_vector_scales() -> bool:
-    """Whether cuBLASLt applies row and block scales: on Hopper with CUDA >= 12.9 (a dry run assumes that
-    CUDA).
-    """
-    device = planned()
-    if device is not None:
-        return device.capability[0] == 9
-    if not torch.cuda.is_available():
-        return True
-    version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
-    return torch.cuda.get_device_capability()[0] == 9 and version >= (12, 9)
-
-
-def check_vector_scales(trial: str) -> None:
-    """Raises UserError if the device cannot run `trial`, which LPTUNE_TRY asks for."""
-    if not has_vector_scales():
-        name, version = torch.cuda.get_device_name(), torch.version.cuda
-        raise UserError(
-            f"LPTUNE_TRY: {trial} needs a Hopper GPU and CUDA 12.9, this is {name} with CUDA {version}; "
-            "leave it out"
-        )
-
 
 def takes(b_KN: Tensor) -> bool:
     """Whether torch can multiply float8 matrices of these sizes."""
     return b_KN.shape[0] % 16 == 0 and b_KN.shape[1] % 16 == 0
-
-
-def takes_blocks(a_MK: Tensor, b_KN: Tensor) -> bool:
-    """Whether these sizes are multiples of the block."""
-    return a_MK.shape[0] % 16 == 0 and b_KN.shape[0] % BLOCK == 0 and b_KN.shape[1] % BLOCK == 0
 
 
 def scaled_mm(
@@ -71,7 +34,9 @@ def scaled_mm(
     *,
     fast: bool,
 ) -> Tensor:
-    """As `kernels.scaled_mm`, for sizes that `takes` allows. fast: use fast accumulation."""
+    """As `kernels.scaled_mm`, for sizes that `takes` allows; with scales of rows, in bfloat16. fast: use fast
+    accumulation.
+    """
     rowwise = any(scale is not None and scale.numel() != 1 for scale in (scale_a_M1, scale_b_1N))
     # Row scales need a vector on both sides.
     m, n = (a_MK.shape[0], b_KN.shape[1]) if rowwise else (1, 1)
@@ -79,32 +44,8 @@ def scaled_mm(
         _ones(size, a_MK.device) if scale is None else scale.expand(size).contiguous()
         for scale, size in ((scale_a_M1, (m, 1)), (scale_b_1N, (1, n)))
     )
-    dtype = torch.bfloat16 if rowwise and not has_vector_scales() else out_dtype
-    out_MN = torch._scaled_mm(
-        _row_major(a_MK), _row_major(b_KN.t()).t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
-    )
-    return out_MN.to(out_dtype)
-
-
-def block_scaled_mm(
-    a_MK: Tensor, b_KN: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    """As `kernels.block_scaled_mm` with blocks of 128, for sizes that `takes_blocks` allows."""
-    recipes, n = F.ScalingType, b_KN.shape[1]
-    if scale_b.shape[1] == n:  # (K / 128, N)
-        recipe_b, scales_b = recipes.BlockWise1x128, _rows_first(scale_b.t())
-    else:  # (K / 128, N / 128)
-        recipe_b, num_blocks = recipes.BlockWise128x128, scale_b.shape[0]
-        scales_b = F.pad(scale_b.t(), (0, -num_blocks % 4)).contiguous().t()
-    return F.scaled_mm(
-        _row_major(a_MK),
-        _row_major(b_KN.t()).t(),
-        _rows_first(scale_a),
-        recipes.BlockWise1x128,
-        scales_b,
-        recipe_b,
-        output_dtype=out_dtype,
-    )
+    a, b = _row_major(a_MK), _row_major(b_KN.t()).t()
+    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 def nvfp4_mm(
@@ -165,8 +106,3 @@ def _row_major(x: Tensor) -> Tensor:
     # For a single row, or rows of one element, torch calls other strides contiguous, too.
     x = x.contiguous()
     return x if x.stride() == (x.shape[1], 1) else x.as_strided(x.shape, (x.shape[1], 1))
-
-
-def _rows_first(scale: Tensor) -> Tensor:
-    """`scale` (rows, blocks) with stride 1 along the rows."""
-    return scale.t().contiguous().t()

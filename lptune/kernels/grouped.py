@@ -195,7 +195,7 @@ def _by_triton(a: Tensor, contraction: int, emulate: bool) -> bool:
     """Whether one kernel serves all groups. contraction: at most so many products are summed."""
     if a.dtype == torch.int8 and contraction > INT32_SAFE_CONTRACTION:
         return False
-    operation = "int8_gemm" if a.dtype == torch.int8 else "float8_odd_gemm"
+    operation = "int8_gemm" if a.dtype == torch.int8 else "float8_other_gemm"
     return not emulate and choose_backend(operation, a.device.type) == "triton"
 
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from lptune.numerics import (
     FORMATS,
-    MX_BLOCK,
     QuantizedBlocks,
     QuantizedColumns,
-    QuantizedMX,
     QuantizedRows,
     QuantizedTensor,
 )
@@ -74,21 +72,15 @@ def empty_tensor_both_ways(x_MK: Tensor, fmt: str) -> tuple[QuantizedTensor, Ten
     return empty_tensor(x_MK, fmt), empty_q(x_MK, fmt, transposed=True)
 
 
-def empty_blocks(x_MK: Tensor, block: Sequence[int], fmt: str, transposed: bool = False) -> QuantizedBlocks:
-    """`x_MK` with one float32 scale per block of `block` (rows, columns)."""
-    return QuantizedBlocks(empty_q(x_MK, fmt, transposed), _block_scale(x_MK, block, torch.float32))
-
-
-def empty_mx(x_MK: Tensor, dim: int, fmt: str, transposed: bool = False) -> QuantizedMX:
-    """`x_MK` with one E8M0 scale per 32 elements along `dim`."""
-    block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
-    return QuantizedMX(empty_q(x_MK, fmt, transposed), _block_scale(x_MK, block, torch.float8_e8m0fnu))
+def empty_blocks(
+    x_MK: Tensor, block: Sequence[int], fmt: str, e8m0: bool = False, transposed: bool = False
+) -> QuantizedBlocks:
+    """`x_MK` with one scale per block of `block` (rows, columns)."""
+    # Rounded up: the last blocks may be smaller.
+    shape = [-(-size // of) for size, of in zip(x_MK.shape, block, strict=True)]
+    scale = x_MK.new_empty(shape, dtype=torch.float8_e8m0fnu if e8m0 else torch.float32)
+    return QuantizedBlocks(empty_q(x_MK, fmt, transposed), scale)
 
 
 def _scale(x_MK: Tensor, *shape: int) -> Tensor:
     return x_MK.new_empty(shape, dtype=torch.float32)
-
-
-def _block_scale(x_MK: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    # Rounded up: the last blocks may be smaller.
-    return x_MK.new_empty([-(-size // of) for size, of in zip(x_MK.shape, block, strict=True)], dtype=dtype)

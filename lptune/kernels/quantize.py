@@ -32,7 +32,6 @@ from lptune.kernels.backend import choose_backend, triton_kernels
 from lptune.kernels.layout import (
     empty_blocks,
     empty_columns,
-    empty_mx,
     empty_rows,
     empty_tensor,
     empty_tensor_both_ways,
@@ -45,7 +44,6 @@ from lptune.numerics import (
     FORMATS,
     QuantizedBlocks,
     QuantizedColumns,
-    QuantizedMX,
     QuantizedRows,
     QuantizedTensor,
 )
@@ -205,26 +203,29 @@ def quantize_tensor_both_ways(
 
 @op(fake=empty_blocks)
 def quantize_blocks(
-    x_MK: Tensor, block: Sequence[int], fmt: str, *, power_of_two: bool = False, transposed: bool = False
+    x_MK: Tensor, block: Sequence[int], fmt: str, *, e8m0: bool = False, transposed: bool = False
 ) -> QuantizedBlocks:
-    """`numerics.quantize_blocks(x_MK, block)`. transposed: q_MK is stored column by column."""
+    """`numerics.quantize_blocks(x_MK, block)`. e8m0: its scales are powers of two, stored in E8M0
+    (numerics/mx.py). transposed: q_MK is stored column by column.
+    """
     rows, columns = block
     if _has_tile(x_MK, rows, columns):
         quantize = triton_kernels().quantize_blocks
-        return QuantizedBlocks(*quantize(x_MK, (rows, columns), fmt, power_of_two, transposed))
-    q, scale = numerics.quantize_blocks(x_MK, (rows, columns), FORMATS[fmt], power_of_two=power_of_two)
+        return QuantizedBlocks(*quantize(x_MK, (rows, columns), fmt, e8m0, transposed))
+    q, scale = numerics.quantize_blocks(x_MK, (rows, columns), FORMATS[fmt], power_of_two=e8m0)
+    scale = numerics.to_e8m0(scale) if e8m0 else scale
     return QuantizedBlocks(stored(q, transposed), scale.contiguous())
 
 
 def _empty_row_and_column_blocks(
-    x_MK: Tensor, size: int, fmt: str, transposed: bool
+    x_MK: Tensor, size: int, fmt: str, e8m0: bool, transposed: bool
 ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-    return empty_blocks(x_MK, (1, size), fmt), empty_blocks(x_MK, (size, 1), fmt, transposed)
+    return empty_blocks(x_MK, (1, size), fmt, e8m0), empty_blocks(x_MK, (size, 1), fmt, e8m0, transposed)
 
 
 @op(fake=_empty_row_and_column_blocks)
 def quantize_row_and_column_blocks(
-    x_MK: Tensor, size: int, fmt: str, *, transposed: bool = False
+    x_MK: Tensor, size: int, fmt: str, *, e8m0: bool = False, transposed: bool = False
 ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
     """`quantize_blocks` by (1, size) and by (size, 1): the two operands that backward makes of a gradient.
 
@@ -232,37 +233,10 @@ def quantize_row_and_column_blocks(
     """
     if _has_tile(x_MK, 1, size):
         quantize = triton_kernels().quantize_row_and_column_blocks
-        row_q, row_scale, column_q, column_scale = quantize(x_MK, size, fmt, False, transposed)
+        row_q, row_scale, column_q, column_scale = quantize(x_MK, size, fmt, e8m0, transposed)
         return QuantizedBlocks(row_q, row_scale), QuantizedBlocks(column_q, column_scale)
-    rows = quantize_blocks(x_MK, (1, size), fmt)
-    return rows, quantize_blocks(x_MK, (size, 1), fmt, transposed=transposed)
-
-
-@op(fake=empty_mx)
-def quantize_mx(x_MK: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedMX:
-    """`numerics.quantize_mx(x_MK, dim)`: blocks of 32 along `dim`, scales in E8M0."""
-    if _has_tile(x_MK, 1, numerics.MX_BLOCK):
-        block = (1, numerics.MX_BLOCK) if dim == 1 else (numerics.MX_BLOCK, 1)
-        quantize = triton_kernels().quantize_blocks
-        return QuantizedMX(*quantize(x_MK, block, fmt, True, transposed, e8m0=True))
-    q, scale = numerics.quantize_mx(x_MK, dim, FORMATS[fmt])
-    return QuantizedMX(stored(q, transposed), scale.contiguous())
-
-
-def _empty_mx_rows_and_columns(x_MK: Tensor, fmt: str, transposed: bool) -> tuple[QuantizedMX, QuantizedMX]:
-    return empty_mx(x_MK, 1, fmt), empty_mx(x_MK, 0, fmt, transposed)
-
-
-@op(fake=_empty_mx_rows_and_columns)
-def quantize_mx_rows_and_columns(
-    x_MK: Tensor, fmt: str, *, transposed: bool = False
-) -> tuple[QuantizedMX, QuantizedMX]:
-    """`quantize_mx` along dim 1 and along dim 0; `transposed` as for `quantize_row_and_column_blocks`."""
-    if _has_tile(x_MK, 1, numerics.MX_BLOCK):
-        quantize = triton_kernels().quantize_row_and_column_blocks
-        row_q, row_scale, column_q, column_scale = quantize(x_MK, numerics.MX_BLOCK, fmt, True, transposed)
-        return QuantizedMX(row_q, row_scale), QuantizedMX(column_q, column_scale)
-    return quantize_mx(x_MK, 1, fmt), quantize_mx(x_MK, 0, fmt, transposed=transposed)
+    rows = quantize_blocks(x_MK, (1, size), fmt, e8m0=e8m0)
+    return rows, quantize_blocks(x_MK, (size, 1), fmt, e8m0=e8m0, transposed=transposed)
 
 
 def _empty_rotated(x_MK: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,9 +13,8 @@ the last bits, depend on the backend. On CUDA, torch (cuBLASLt) runs GEMMs with 
 also runs `output` with row scales and a bfloat16 result. It uses "fast accumulation" in the tensor core,
 which keeps about 14 bits on Hopper; torchao, too, uses that for `output` only. `grad_input`, `grad_weight`
 and other dtypes run on lptune's kernel, because before CUDA 12.9 torch applies their scales in a second pass
-over the result. On Hopper with CUDA 12.9 torch applies them in the GEMM. `LPTUNE_TRY=cublaslt_rowwise`
-selects torch there, which was no faster in a step (docs/gpu.md). Sizes that are not multiples of 16, which
-torch refuses, always run on lptune's kernel.
+over the result. On Hopper with CUDA 12.9 torch applies them in the GEMM, and was no faster in a step
+(docs/gpu.md). Sizes that are not multiples of 16, which torch refuses, run on lptune's kernel, too.
 """
 
 import functools
@@ -169,9 +168,8 @@ def _float8_mm(
     scales = (scale_a_M1, scale_b_1N)
     rowwise = any(scale is not None and scale.numel() != 1 for scale in scales)
     fast = rowwise and gemm == OUTPUT and out_dtype == torch.bfloat16
-    operation = "float8_gemm" if fast or not rowwise else "float8_rowwise_gemm"
-    if not cublaslt.takes(b_KN):
-        operation = "float8_odd_gemm"
+    by_torch = (fast or not rowwise) and cublaslt.takes(b_KN)
+    operation = "float8_gemm" if by_torch else "float8_other_gemm"
     backend = "reference" if emulate else choose_backend(operation, a_MK.device.type)
     if backend == "triton":
         out_MN: Tensor = triton_kernels().scaled_mm(

@@ -20,7 +20,6 @@ from lptune.models.members import facts_of_preset, read_config
 from lptune.models.presets import HF_PRESETS, PRESETS, preset_names
 
 if TYPE_CHECKING:
-    from lptune.models.attention import activate_attention
     from lptune.models.backbone import Backbone, Part, aliases, build_on_meta, num_parameters, tie
     from lptune.models.cache import KVCache
     from lptune.models.context import Group, part, summed
@@ -59,7 +58,6 @@ __all__ = [
     "TopKDivergence",
     "WeightedSum",
     "Words",
-    "activate_attention",
     "aliases",
     "build_on_meta",
     "config_from_dict",
@@ -78,7 +76,6 @@ __all__ = [
 ]
 
 _LAZY = {
-    "attention": ("activate_attention",),
     "backbone": ("Backbone", "Part", "aliases", "build_on_meta", "num_parameters", "tie"),
     "cache": ("KVCache",),
     "context": ("Group", "part", "summed"),

@@ -1,12 +1,10 @@
-"""Attention over packed rows: one formula, six backends. `choose_backend` chooses one for each forward.
+"""Attention over packed rows: one formula, five backends. `choose_backend` chooses one for each forward.
 
     scores = softcap(q @ k.T * scale);  out = softmax(scores where visible, in float32) @ v
 
 - `varlen` (CUDA, half precision): flash attention over the flattened tokens. Offsets mark where documents
   begin, so it computes nothing for pairs of different documents. Its window argument counts the keys to the
   left of the query, without the query's own key.
-- `cudnn` (CUDA, half precision, every row one document, LPTUNE_TRY=cudnn_attention): causal attention by
-  cuDNN. Layers with a window use `varlen`.
 - `flex` (CUDA, soft-capped): flash attention has no soft-cap. flex_attention compiles the soft-cap into its
   kernel, and skips blocks in which nothing is visible.
 - `documents` (CPU, rows of several documents): torch's flash attention for the CPU, called for each document,
@@ -24,27 +22,23 @@ Shapes: B batch, S sequence, T = B * S, N query heads, M key heads, D head size.
 """
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lptune.base.errors import UserError
-from lptune.hardware.planned import HOPPER, planned, planned_device_type
-from lptune.hardware.trials import constant_result, tries
+from lptune.hardware.planned import HOPPER, constant_result, planned, planned_device_type
 from lptune.models.config import DecoderConfig, LayerConfig
 from lptune.models.context import Group, to_heads, to_tokens
 from lptune.models.document_attention import attend_documents
 from lptune.models.documents import DocumentBounds, Visibility, visibility_blocks, visibility_mask
 from lptune.models.facts import Facts
 
-BACKENDS = ("varlen", "cudnn", "flex", "documents", "sdpa", "explicit")
+BACKENDS = ("varlen", "flex", "documents", "sdpa", "explicit")
 
 # The largest head size of the flash kernels that varlen uses.
 _VARLEN_MAX_HEAD_DIM = 256
-_CUDNN_MAX_HEAD_DIM = 128
 # In float32, smaller rows (query heads * head size * tokens) are faster with a mask: there a call for each
 # document costs more than the scores that it saves. In bfloat16, a mask is slower at any size, except
 # for documents of about 5 tokens.
@@ -60,8 +54,8 @@ def choose_backend(
     seq_len: int | None = None,
 ) -> str:
     """The backend, one of BACKENDS, for a model on this device in this compute dtype. Depends only on the
-    arguments and LPTUNE_TRY. one_document_per_row: whether no row has several documents. seq_len: of the
-    rows, in tokens; None: long.
+    arguments. one_document_per_row: whether no row has several documents. seq_len: of the rows, in tokens;
+    None: long.
     """
     device_type = planned_device_type() or device.type
     is_cuda = device_type == "cuda"
@@ -76,31 +70,12 @@ def choose_backend(
         and config.head_dim % 8 == 0
         and _compute_capability(device) >= (8, 0)
     )
-    if has_flash and one_document_per_row and config.head_dim <= _CUDNN_MAX_HEAD_DIM:
-        return "cudnn" if tries("cudnn_attention") else "varlen"
     if has_flash:
         return "varlen"
     if device_type != "cpu" or one_document_per_row:
         return "sdpa"
     row_size = config.num_heads * config.head_dim * seq_len if seq_len is not None else _MIN_FLOAT32_ROW
     return "sdpa" if dtype == torch.float32 and row_size < _MIN_FLOAT32_ROW else "documents"
-
-
-def activate_attention(device: torch.device) -> None:
-    """Makes `varlen` use flash attention 3, if LPTUNE_TRY contains fa3_attention. Raises UserError if its
-    package is not installed.
-    """
-    if device.type != "cuda" or not tries("fa3_attention"):
-        return
-    from torch.nn.attention import activate_flash_attention_impl
-
-    try:
-        activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError) as error:
-        raise UserError(
-            "LPTUNE_TRY: fa3_attention needs the package of flash attention 3 (flash_attn_interface); "
-            f"install it or leave the name out: {error}"
-        ) from None
 
 
 @constant_result  # compiling a whole model cannot trace calls of the CUDA driver
@@ -134,9 +109,7 @@ def make_visibility(
     """
     if window is not None and window >= seq_len:
         window = None  # the window is at least as long as the row
-    if backend == "cudnn" and window is None:
-        return Visibility()
-    if backend in ("varlen", "cudnn") or (backend == "flex" and planned_device_type()):
+    if backend == "varlen" or (backend == "flex" and planned_device_type()):
         offsets = documents.offsets if documents else DocumentBounds.single(batch, seq_len, device).offsets
         return Visibility(offsets=offsets)
     if backend == "flex":
@@ -204,26 +177,16 @@ def attend(
     elif softcap is not None:
         out_BNSD = _explicit(q_BNSD, k_BMSD, v_BMSD, visible, scale, softcap)
     else:
-        with _preferring_cudnn(q_BNSD.is_cuda):
-            out_BNSD = F.scaled_dot_product_attention(
-                q_BNSD,
-                k_BMSD,
-                v_BMSD,
-                attn_mask=visible.mask_B1SS,
-                is_causal=visible.mask_B1SS is None,
-                scale=scale,
-                enable_gqa=q_BNSD.shape[1] != k_BMSD.shape[1],
-            )
+        out_BNSD = F.scaled_dot_product_attention(
+            q_BNSD,
+            k_BMSD,
+            v_BMSD,
+            attn_mask=visible.mask_B1SS,
+            is_causal=visible.mask_B1SS is None,
+            scale=scale,
+            enable_gqa=q_BNSD.shape[1] != k_BMSD.shape[1],
+        )
     return out_BNSD.transpose(1, 2)
-
-
-def _preferring_cudnn(is_cuda: bool) -> AbstractContextManager[None]:
-    if not (is_cuda and tries("cudnn_attention")):
-        return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *others], set_priority=True)
 
 
 def _varlen(
@@ -237,7 +200,7 @@ def _varlen(
     if num_groups > 1:
         if _varlen_takes_groups():
             options["enable_gqa"] = True
-        elif not tries("grouped_varlen"):
+        else:
             k_BSMD, v_BSMD = (x.repeat_interleave(num_groups, dim=2) for x in (k_BSMD, v_BSMD))
     out_TND = varlen_attn(
         q_BSND.flatten(0, 1),

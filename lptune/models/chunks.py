@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lptune.hardware.devices import known_device
-from lptune.hardware.planned import planned
-from lptune.hardware.trials import constant_result
+from lptune.hardware.planned import constant_result, planned
 from lptune.models.one_pass import NotInOnePassError, sum_in_one_pass
 from lptune.models.words import Words
 

@@ -2,7 +2,7 @@
 
 from lptune.numerics.formats import E4M3, E5M2, FORMATS, INT8, Format
 from lptune.numerics.groups import INT4_GROUP, dequantize_groups, quantize_groups
-from lptune.numerics.mx import MX_BLOCK, QuantizedMX, quantize_mx, to_e8m0
+from lptune.numerics.mx import MX_BLOCK, quantize_mx, to_e8m0
 from lptune.numerics.nvfp4 import (
     NVFP4_BLOCK,
     QuantizedNvfp4,
@@ -57,7 +57,6 @@ __all__ = [
     "Format",
     "QuantizedBlocks",
     "QuantizedColumns",
-    "QuantizedMX",
     "QuantizedNvfp4",
     "QuantizedRows",
     "QuantizedTensor",

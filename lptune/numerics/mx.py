@@ -8,22 +8,13 @@ The exponent is rounded up: `2**ceil(log2(amax / max))`, called RCEIL in NVIDIA'
 just below the next power of two.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from lptune.numerics.formats import E4M3, Format
-from lptune.numerics.quantize import quantize_blocks
+from lptune.numerics.quantize import QuantizedBlocks, quantize_blocks
 
 MX_BLOCK = 32
-
-
-class QuantizedMX(NamedTuple):
-    """A matrix in MX blocks along one dim."""
-
-    q_MK: Tensor  # fmt.dtype
-    scale: Tensor  # float8_e8m0fnu: (M, ceil(K / 32)) for blocks along dim 1, (ceil(M / 32), K) along dim 0
 
 
 def to_e8m0(scale: Tensor) -> Tensor:
@@ -36,8 +27,8 @@ def to_e8m0(scale: Tensor) -> Tensor:
     return bits.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def quantize_mx(x_MK: Tensor, dim: int, fmt: Format = E4M3) -> QuantizedMX:
-    """Quantizes blocks of 32 along `dim`, scales in E8M0. x_MK: any float dtype, (M, K), any size."""
+def quantize_mx(x_MK: Tensor, dim: int, fmt: Format = E4M3) -> QuantizedBlocks:
+    """`quantize_blocks` of 32 elements along `dim`, with scales in E8M0."""
     block = (1, MX_BLOCK) if dim == 1 else (MX_BLOCK, 1)
     q, scale = quantize_blocks(x_MK, block, fmt, power_of_two=True)
-    return QuantizedMX(q, to_e8m0(scale))
+    return QuantizedBlocks(q, to_e8m0(scale))

@@ -65,7 +65,7 @@ class QuantizedBlocks(NamedTuple):
     """A matrix with one scale per block of bm x bk; the last block of a row or column may be smaller."""
 
     q_MK: Tensor  # fmt.dtype
-    scale: Tensor  # float32, (ceil(M / bm), ceil(K / bk))
+    scale: Tensor  # float32, or float8_e8m0fnu (mx.py); (ceil(M / bm), ceil(K / bk))
 
 
 class Scale(NamedTuple):

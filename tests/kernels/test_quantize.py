@@ -59,7 +59,7 @@ QUANTIZERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "columns": kernels.quantize_columns,
     "tensor": kernels.quantize_tensor,
     "blocks": lambda x, fmt, **keys: kernels.quantize_blocks(x, (16, 16), fmt, **keys),
-    "mx": lambda x, fmt, **keys: kernels.quantize_mx(x, 1, "e4m3", **keys),
+    "mx": lambda x, fmt, **keys: kernels.quantize_blocks(x, (1, 32), "e4m3", e8m0=True, **keys),
     "delayed": lambda x, fmt, **keys: kernels.quantize_delayed(x, fmt, kernels.layer_handle(-1), "x", **keys),
 }
 
@@ -83,7 +83,9 @@ def test_what_backward_wants_twice_comes_in_one_call(fmt: str) -> None:
     assert by_columns.t().is_contiguous()
     for transposed in (False, True):
         rows, columns = kernels.quantize_row_and_column_blocks(x, 128, fmt, transposed=transposed)
-        mx_rows, mx_columns = kernels.quantize_mx_rows_and_columns(x, "e4m3", transposed=transposed)
+        mx_rows, mx_columns = kernels.quantize_row_and_column_blocks(
+            x, 32, "e4m3", e8m0=True, transposed=transposed
+        )
         _assert_equal(rows, numerics.quantize_blocks(x, (1, 128), form))
         _assert_equal(columns, numerics.quantize_blocks(x, (128, 1), form))
         _assert_equal(mx_rows, numerics.quantize_mx(x, 1))
@@ -238,10 +240,10 @@ def test_opcheck() -> None:
         (ops.quantize_tensor_both_ways, (x[:1], "int8")),
         (ops.quantize_blocks, (x, (16, 16), "e4m3")),
         (ops.quantize_blocks, (x, (16, 16), "e4m3", False, True)),
-        (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", True)),
-        (ops.quantize_mx_rows_and_columns, (x, "e4m3")),
-        (ops.quantize_mx, (x, 0, "e4m3")),
-        (ops.quantize_mx, (x, 1, "e4m3", True)),
+        (ops.quantize_row_and_column_blocks, (x, 128, "e4m3", False, True)),
+        (ops.quantize_row_and_column_blocks, (x, 32, "e4m3", True)),
+        (ops.quantize_blocks, (x, (32, 1), "e4m3", True)),
+        (ops.quantize_blocks, (x, (1, 32), "e4m3", True, True)),
         (ops.quantize_by_amax, (x, x.abs().amax().reshape(1, 1), "int8")),
         (ops.quantize_by_amax, (x, torch.rand(3, 3), "e4m3", True, 16, 12)),
         (ops.quantize_delayed, (x, "e4m3", layer, "x")),

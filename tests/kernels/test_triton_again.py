@@ -69,7 +69,7 @@ def test_a_remembered_launch_takes_the_random_key_and_first_index_of_its_call(
     given = [(5, 7), (9, 16), (1, 0)]
     for key, first in given:
         stochastic.quantize_rows_stochastic(x, None, "int8", False, key, first)
-    assert [each.arguments[7:9] for each in launched] == given
+    assert [each.arguments[8:10] for each in launched] == given
     assert len({each.kernel for each in launched}) == 1
     launched.clear()
     again.forget()

@@ -47,7 +47,7 @@ def _agree(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], block:
 
 
 @pytest.mark.parametrize(
-    ("shape", "block", "fmt", "power_of_two"),
+    ("shape", "block", "fmt", "e8m0"),
     some_interpreted(
         [(shape, block, *case) for shape, block, case in itertools.product(SHAPES, BLOCKS, CASES)],
         # Every two of shape, block and format meet.
@@ -58,12 +58,14 @@ def _agree(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], block:
     ),
 )
 def test_every_shape_gives_the_reference_bits(
-    shape: tuple[int, int], block: tuple[int, int], fmt: str, power_of_two: bool
+    shape: tuple[int, int], block: tuple[int, int], fmt: str, e8m0: bool
 ) -> None:
     x = _matrix(*shape)
-    expected = numerics.quantize_blocks(x, block, FORMATS[fmt], power_of_two=power_of_two)
+    expected = numerics.quantize_blocks(x, block, FORMATS[fmt], power_of_two=e8m0)
+    if e8m0:
+        expected = expected._replace(scale=numerics.to_e8m0(expected.scale))
     for transposed in (False, True):
-        ours = blocks.quantize_blocks(x.to(DEVICE), block, fmt, power_of_two, transposed)
+        ours = blocks.quantize_blocks(x.to(DEVICE), block, fmt, e8m0, transposed)
         assert (ours[0].t() if transposed else ours[0]).is_contiguous()
         _agree(ours, expected, block)
 
@@ -113,7 +115,7 @@ def test_mx_blocks_have_e8m0_scales(dim: int) -> None:
     block = (1, 32) if dim == 1 else (32, 1)
     both = blocks.quantize_row_and_column_blocks(x.to(DEVICE), 32, "e4m3", True, True)
     for ours in (
-        blocks.quantize_blocks(x.to(DEVICE), block, "e4m3", True, False, e8m0=True),
+        blocks.quantize_blocks(x.to(DEVICE), block, "e4m3", True, False),
         both[:2] if dim == 1 else both[2:],
     ):
         assert ours[1].dtype == torch.float8_e8m0fnu

@@ -16,7 +16,7 @@ from tests.helpers.triton_device import (
     some_interpreted,
 )
 
-from lptune.kernels.triton import stochastic  # isort: skip  # only once there is a device
+from lptune.kernels.triton import by_row, stochastic  # isort: skip  # only once there is a device
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning"),
@@ -62,7 +62,7 @@ def test_rows_are_read_once_or_in_parts_and_kept_where_an_update_is_skipped(
     held: bool, fmt: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not held:
-        monkeypatch.setattr(stochastic, "LONGEST_HELD_ROW", 64)
+        monkeypatch.setattr(by_row, "LONGEST_HELD_ROW", 64)
     x = torch.cat([hard_matrix()[2:7], torch.randn(5, 4200)], 1)
     multiplier = torch.rand(1, x.shape[1])
     q, scale = expected_stochastic(x * multiplier, FORMATS[fmt], False, 1, KEY, 2**32 - 100)

@@ -30,7 +30,6 @@ NAMED_IN = {
     "training/first_loss.py",  # the kind that it recommends
     "tools/migrate/draft.py",
     "tools/migrate/trainer.py",  # what other trainers' settings are here
-    "tools/migrate/torchtitan.py",
     "tools/migrate/torchtune.py",
 }
 T, K, N, NUM_RANKS = 96, 160, 176, 3

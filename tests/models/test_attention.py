@@ -1,7 +1,6 @@
 """Every attention backend computes the formula, on packed rows, in every kind of layer."""
 
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
-from lptune.base.errors import UserError
-from lptune.models import DocumentBounds, activate_attention, attention, config_from_dict
+from lptune.hardware.planned import constant_result
+from lptune.models import DocumentBounds, attention, config_from_dict
 from lptune.models.attention import attend, choose_backend, make_visibility
-from lptune.models.documents import Visibility
 from tests.helpers.models_oracle import CHECKPOINTS, packed, random_labels, random_tokens, twins
 
 CPU = torch.device("cpu")
@@ -121,58 +119,9 @@ def test_varlen_is_called_so_that_it_computes_the_formula(
     _check("varlen", window, None, is_packed)
 
 
-def test_grouped_varlen_hands_key_heads_over_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For torch 2.11, whose kernel is expected to take groups without being told of them."""
-
-    def grouped(*args: Any, **options: Any) -> Tensor:
-        assert "enable_gqa" not in options
-        assert args[1].shape[1] < args[0].shape[1]
-        return _varlen_by_its_documentation(*args, **options, enable_gqa=True)
-
-    monkeypatch.setattr(varlen, "varlen_attn", grouped)
-    monkeypatch.setattr(attention, "_varlen_takes_groups", lambda: False)
-    monkeypatch.setenv("LPTUNE_TRY", "grouped_varlen")
-    _check("varlen", None, None, True)
-
-
-def test_cudnn_takes_rows_of_one_document_and_leaves_the_others_to_varlen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config, cuda = config_from_dict(CHECKPOINTS["llama3_2-tiny"]), torch.device("cuda")
-    monkeypatch.setattr(attention, "_compute_capability", lambda device: (9, 0))
-    chosen = functools.partial(choose_backend, config, cuda, torch.bfloat16)
-    assert chosen(one_document_per_row=True) == "varlen"
-    monkeypatch.setenv("LPTUNE_TRY", "cudnn_attention")
-    assert chosen(one_document_per_row=True) == "cudnn"
-    assert chosen() == "varlen"
-    cpu = torch.device("cpu")
-    assert make_visibility("cudnn", None, 2, 48, None, cpu) == Visibility()
-    # Layers with a window: flash attention.
-    windowed = make_visibility("cudnn", None, 2, 48, 16, cpu)
-    assert windowed.offsets is not None
-    assert windowed.offsets.tolist() == [0, 48, 96]
-
-
-def test_cudnn_is_asked_for_inside_a_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU there is no cuDNN; the question and the context around the call must compile all the same."""
-    monkeypatch.setenv("LPTUNE_TRY", "cudnn_attention")
-    preferring_cudnn = attention._preferring_cudnn
-    monkeypatch.setattr(attention, "_preferring_cudnn", lambda is_cuda: preferring_cudnn(True))
-    q, k = torch.randn(2, 16, 4, 8), torch.randn(2, 16, 2, 8)
-
-    def run(q: Tensor, k: Tensor) -> Tensor:
-        return attend(q, k, k, Visibility(), scale=0.3)
-
-    torch.testing.assert_close(torch.compile(run, fullgraph=True)(q, k), run(q, k))
-
-
-def test_flash_attention_3_without_its_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    activate_attention(torch.device("cuda"))  # nothing, where it is not asked for
-    monkeypatch.setenv("LPTUNE_TRY", "fa3_attention")
-    activate_attention(torch.device("cpu"))
-    with pytest.raises(UserError, match="LPTUNE_TRY: fa3_attention needs the package"):
-        activate_attention(torch.device("cuda"))
+def test_the_mark_of_a_constant_result_is_the_one_of_torch() -> None:
+    theirs, ours = torch.compiler.assume_constant_result(lambda: 0), constant_result(lambda: 0)
+    assert vars(ours) == vars(theirs)
 
 
 @pytest.fixture

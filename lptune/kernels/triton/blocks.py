@@ -66,13 +66,12 @@ def quantize_blocks_kernel(
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    E8M0: tl.constexpr,
     HARDWARE_FLOAT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Reads one tile of x; quantizes it in blocks of ROWS x COLUMNS, and if BOTH also in blocks of COLUMNS x
-    ROWS. Scales are stored row by row.
+    ROWS. Scales are stored row by row; with POWER_OF_TWO in E8M0.
     """
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -80,13 +79,13 @@ def quantize_blocks_kernel(
     # Elements beyond the end are zeros, which do not change an amax.
     x = tl.load(x_ptr + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0).to(tl.float32)
     _store_blocks(
-        x, q_ptr, scale_ptr, M, K, q_stride_m, q_stride_k, ROWS, COLUMNS, FORMAT, MAX, POWER_OF_TWO, E8M0,
+        x, q_ptr, scale_ptr, M, K, q_stride_m, q_stride_k, ROWS, COLUMNS, FORMAT, MAX, POWER_OF_TWO,
         HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
     )  # fmt: skip
     if BOTH:
         _store_blocks(
             x, other_q_ptr, other_scale_ptr, M, K, other_q_stride_m, other_q_stride_k, COLUMNS, ROWS, FORMAT,
-            MAX, POWER_OF_TWO, E8M0, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
+            MAX, POWER_OF_TWO, HARDWARE_FLOAT8, BLOCK_M, BLOCK_K
         )  # fmt: skip
 
 
@@ -104,7 +103,6 @@ def _store_blocks(
     FORMAT: tl.constexpr,
     MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    E8M0: tl.constexpr,
     HARDWARE_FLOAT8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -123,7 +121,7 @@ def _store_blocks(
     block_rows = tl.program_id(1) * (BLOCK_M // ROWS) + tl.arange(0, BLOCK_M // ROWS)
     block_columns = tl.program_id(0) * (BLOCK_K // COLUMNS) + tl.arange(0, BLOCK_K // COLUMNS)
     num_rows, num_columns = tl.cdiv(M, ROWS), tl.cdiv(K, COLUMNS)
-    if E8M0:  # the exponent bits; those of NaN are 0xff, the NaN of E8M0 (numerics.to_e8m0)
+    if POWER_OF_TWO:  # E8M0: the exponent bits; those of NaN are 0xff, its NaN (numerics.to_e8m0)
         scale = ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF).to(tl.uint8)
     tl.store(
         scale_ptr + block_rows.to(tl.int64)[:, None] * num_columns + block_columns[None, :],
@@ -133,10 +131,10 @@ def _store_blocks(
 
 
 def quantize_blocks(
-    x_MK: Tensor, block: tuple[int, int], fmt: str, power_of_two: bool, transposed: bool, e8m0: bool = False
+    x_MK: Tensor, block: tuple[int, int], fmt: str, e8m0: bool, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """`lptune::quantize_blocks`; with `e8m0` (and power_of_two) the scales of `lptune::quantize_mx`."""
-    (found,) = _quantize(x_MK, block, fmt, power_of_two, e8m0, [transposed])
+    """`lptune::quantize_blocks`: reads x once, and keeps a tile of whole blocks in registers."""
+    (found,) = _quantize(x_MK, block, fmt, e8m0, [transposed])
     return found
 
 
@@ -144,12 +142,12 @@ def quantize_row_and_column_blocks(
     x_MK: Tensor, size: int, fmt: str, e8m0: bool, transposed: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`lptune::quantize_row_and_column_blocks`: reads x once, for both."""
-    rows, columns = _quantize(x_MK, (1, size), fmt, e8m0, e8m0, [False, transposed])
+    rows, columns = _quantize(x_MK, (1, size), fmt, e8m0, [False, transposed])
     return *rows, *columns
 
 
 def _quantize(
-    x_MK: Tensor, block: tuple[int, int], fmt: str, power_of_two: bool, e8m0: bool, transposed: list[bool]
+    x_MK: Tensor, block: tuple[int, int], fmt: str, e8m0: bool, transposed: list[bool]
 ) -> list[tuple[Tensor, Tensor]]:
     """(q, scale) for each of `transposed`, which says how q is stored: by blocks of rows x columns, then by
     blocks of columns x rows.
@@ -163,12 +161,11 @@ def _quantize(
     if m > 0 and k > 0:
         both, tensors = len(made) > 1, (x_MK, *made[0], *made[-1])
         numbers = (m, k, *x_MK.stride(), *made[0][0].stride(), *made[-1][0].stride())
-        options = (rows, columns, both, fmt, power_of_two, e8m0)
-        key = ("blocks", x_MK.get_device(), *numbers, x_MK.dtype, *options)
+        key = ("blocks", x_MK.get_device(), *numbers, x_MK.dtype, rows, columns, both, fmt, e8m0)
         if not again.again(key, tensors):
             tile = square_tile(columns) if both else block_tile(rows, columns)
-            constants = launch.format_constants(fmt, x_MK.device, power_of_two)
-            constants |= {"ROWS": rows, "COLUMNS": columns, "BOTH": both, "E8M0": e8m0}
+            constants = launch.format_constants(fmt, x_MK.device, power_of_two=e8m0)
+            constants |= {"ROWS": rows, "COLUMNS": columns, "BOTH": both}
             constants |= {"BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k}
             grid = triton.cdiv(k, tile.block_k), triton.cdiv(m, tile.block_m)
             first = Launch(quantize_blocks_kernel, grid, 5, numbers, constants, tile.num_warps)

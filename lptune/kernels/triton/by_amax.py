@@ -15,8 +15,6 @@ third writes one scale and one amax.
 Ran on an H100 (docs/gpu.md); for other GPUs interpreted, and compiled ahead of time without spills.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -268,49 +266,16 @@ def _quantize(
     key = (*key, block, first_row, rounded_to, *options)
     if again.again(key, tensors):
         return
-    by_amax = _ByAmax(tensors, fmt, power_of_two, block, first_row, rounded_to)
-    launches = []
-    if m > 0 and k > 0:
-        # Measuring runs it several times: the amax of the same x stays the same.
-        name = f"by_amax block={block} delayed={measured is not None} twice={second_q is not None}"
-        name += f" transposed={q.stride(1) != 1} {x.dtype} {fmt} column_major={x.stride(1) != 1}"
-        name += f" M~{launch.bucket(m)} K={k}"
 
-        def run(config: TileConfig) -> None:
-            by_amax.launch(config).run(tensors)
-
-        config = launch.tuned(name, TILE_CONFIGS, run, x.device)
-        launches = [by_amax.launch(config)]
-        if measured is not None:
-            launches.insert(0, _amax_without_past(x))
-    if measured is not None:
-        last = {"HAS_CURRENT": current is not None, "REPLACE": replace, "MAX": FORMATS[fmt].max}
-        launches.append(Launch(delayed_scale_kernel, (1,), 5, (), last, num_warps=4))
-    again.first(key, launches, tensors)
-
-
-class _ByAmax(NamedTuple):
-    """The launch of `known_amax_kernel`; fields as the arguments of `_quantize`."""
-
-    tensors: _Tensors
-    fmt: str
-    power_of_two: bool
-    block: int | None
-    first_row: int
-    rounded_to: torch.dtype | None
-
-    def launch(self, config: TileConfig) -> Launch:
-        x, amax, measured, _, _, q, second_q = self.tensors
-        (m, k), side = x.shape, self.block or 0
+    def launch_by(config: TileConfig) -> Launch:
+        side, twice = block or 0, second_q is not None
         tiles = triton.cdiv(side or k, config.block_k) * (triton.cdiv(k, side) if side else 1)
-        second_strides = (0, 0) if second_q is None else second_q.stride()
-        blocks = (self.first_row, triton.cdiv(k, side or k), amax.numel())
-        twice = second_q is not None
-        constants = launch.format_constants(self.fmt, x.device, self.power_of_two, twice) | {
+        blocks = (first_row, triton.cdiv(k, side or k), amax.numel())
+        constants = launch.format_constants(fmt, x.device, power_of_two, twice) | {
             "SIDE": side,
             "DELAYED": measured is not None,
             "TWICE": twice,
-            "ROUNDED_TO": launch.rounding_of_input(x, self.rounded_to),
+            "ROUNDED_TO": launch.rounding_of_input(x, rounded_to),
             "BLOCK_M": config.block_m,
             "BLOCK_K": config.block_k,
             "SCALES": _SCALES_AT_ONCE,
@@ -318,6 +283,21 @@ class _ByAmax(NamedTuple):
         grid = tiles, triton.cdiv(m, config.block_m)
         numbers = (m, k, *x.stride(), *q.stride(), *second_strides, *blocks)
         return Launch(known_amax_kernel, grid, 7, numbers, constants, config.num_warps)
+
+    launches = []
+    if m > 0 and k > 0:
+        # Measuring runs it several times: the amax of the same x stays the same.
+        name = f"by_amax block={block} delayed={measured is not None} twice={second_q is not None}"
+        name += f" transposed={q.stride(1) != 1} {x.dtype} {fmt} column_major={x.stride(1) != 1}"
+        name += f" M~{launch.bucket(m)} K={k}"
+        config = launch.tuned(name, TILE_CONFIGS, lambda each: launch_by(each).run(tensors), x.device)
+        launches = [launch_by(config)]
+        if measured is not None:
+            launches.insert(0, _amax_without_past(x))
+    if measured is not None:
+        last = {"HAS_CURRENT": current is not None, "REPLACE": replace, "MAX": FORMATS[fmt].max}
+        launches.append(Launch(delayed_scale_kernel, (1,), 5, (), last, num_warps=4))
+    again.first(key, launches, tensors)
 
 
 def _amax_without_past(x: Tensor) -> Launch:

@@ -1,5 +1,8 @@
 """The quantizer by row, which reads x once: a program holds a row, rotates it if asked, finds its amax and
-quantizes it. Why others read x twice, and what has run where: quantize.py.
+quantizes it, to nearest or stochastically. Why others read x twice, and what has run where: quantize.py.
+
+An update of weights that are stored in INT8 may have to be dropped, which only the device knows: the kernel
+then stores the values from before.
 """
 
 import torch
@@ -9,8 +12,14 @@ from torch import Tensor
 
 from lptune.kernels.triton import again, launch
 from lptune.kernels.triton.again import Launch
-from lptune.kernels.triton.formats import magnitude_bits, round_input, round_to, scale_from_amax
-from lptune.kernels.triton.quantize import empty_q, in_two_phases, vector
+from lptune.kernels.triton.formats import magnitude_bits, round_input, scale_from_amax
+from lptune.kernels.triton.quantize import (
+    NOT_SPECIALIZED,
+    empty_q,
+    in_two_phases,
+    round_either,
+    vector,
+)
 from lptune.kernels.triton.rotation import rotate, rotate_row
 from lptune.numerics import FORMATS
 
@@ -36,12 +45,44 @@ def _load(
 
 
 @triton.jit
+def _store(
+    scaled,
+    at,
+    inside,
+    row,
+    q_ptr,
+    q_before_ptr,
+    found_inf_ptr,
+    key,
+    first,
+    K,
+    STOCHASTIC: tl.constexpr,
+    MAY_SKIP: tl.constexpr,
+    FORMAT: tl.constexpr,
+    MAX: tl.constexpr,
+    HARDWARE_FLOAT8: tl.constexpr,
+):
+    """Rounds and stores the elements `at` of the row `row`, which begins at `q_ptr`."""
+    q = round_either(scaled, row * K + at, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
+    if MAY_SKIP:
+        skips = tl.load(found_inf_ptr) == 1.0
+        before = tl.load(q_before_ptr + row * K + at, mask=at < tl.where(skips, K, 0), other=0)
+        q = tl.where(skips, before, q)
+    tl.store(q_ptr + at, q, mask=inside)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def rows_kernel(
     x_ptr,
     multiplier_ptr,
     q_ptr,
     scale_ptr,
     ends_ptr,
+    q_before_ptr,
+    scale_before_ptr,
+    found_inf_ptr,
+    key,
+    first,
     K,
     stride_m,
     q_stride_m,
@@ -58,12 +99,16 @@ def rows_kernel(
     HELD: tl.constexpr,
     ROTATED: tl.constexpr,
     GROUPS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MAY_SKIP: tl.constexpr,
 ):
     """Quantizes one row. x: (M, K), stride 1 along K. HELD: the row fits a block, and is read once. ROTATED:
     K and BLOCK_K are multiples of 128.
 
     ROUNDED_TO: as for `round_input`. SCALE_WIDTH: the floats of a row's scale; all but the first become 0.
     GROUPS: a power of two, at least E: the multiplier is that of the row's group, (E, K); 0: there is one.
+    STOCHASTIC: rounds by the random bits of `key`, for the elements from `first` on, which are not read
+    otherwise. MAY_SKIP: where `found_inf` is 1, the results are q_before (M, K) and scale_before.
     """
     row = tl.program_id(0).to(tl.int64)
     if GROUPS:
@@ -78,7 +123,10 @@ def rows_kernel(
         x = _load(x_ptr, multiplier_ptr, columns, inside, ROUNDED_TO, MULTIPLY, ROTATED, BLOCK_K)
         amax_bits = tl.max(magnitude_bits(x), axis=0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
-        tl.store(q_ptr + columns, round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8), mask=inside)
+        _store(
+            x * inverse, columns, inside, row, q_ptr, q_before_ptr, found_inf_ptr, key, first, K, STOCHASTIC,
+            MAY_SKIP, FORMAT, MAX, HARDWARE_FLOAT8
+        )  # fmt: skip
     else:
         largest = tl.zeros((BLOCK_K,), tl.int32)
         for start in range(0, K, BLOCK_K):
@@ -90,10 +138,14 @@ def rows_kernel(
         for start in range(0, K, BLOCK_K):
             at = start + columns
             x = _load(x_ptr, multiplier_ptr, at, at < K, ROUNDED_TO, MULTIPLY, ROTATED, BLOCK_K)
-            q = round_to(x * inverse, FORMAT, MAX, HARDWARE_FLOAT8)
-            tl.store(q_ptr + at, q, mask=at < K)
-    first = tl.arange(0, SCALE_WIDTH)
-    tl.store(scale_ptr + row * scale_stride_m + first, tl.where(first == 0, scale, 0.0))
+            _store(
+                x * inverse, at, at < K, row, q_ptr, q_before_ptr, found_inf_ptr, key, first, K, STOCHASTIC,
+                MAY_SKIP, FORMAT, MAX, HARDWARE_FLOAT8
+            )  # fmt: skip
+    if MAY_SKIP:
+        scale = tl.where(tl.load(found_inf_ptr) == 1.0, tl.load(scale_before_ptr + row), scale)
+    place = tl.arange(0, SCALE_WIDTH)
+    tl.store(scale_ptr + row * scale_stride_m + place, tl.where(place == 0, scale, 0.0))
 
 
 def quantize_rows(
@@ -106,6 +158,9 @@ def quantize_rows(
     out: tuple[Tensor, Tensor] | None = None,
     rotated: bool = False,
     ends_E: Tensor | None = None,
+    random: tuple[int, int] | tuple[()] = (),
+    before: tuple[Tensor, Tensor] | None = None,
+    found_inf: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`lptune::quantize_rows`: reads x once; twice if `transposed` or if x is not stored row by row.
 
@@ -116,6 +171,9 @@ def quantize_rows(
     distance apart. A scale may have several columns: the first is the scale, the others become 0.
 
     ends_E: where groups of rows end; the multiplier is then (E, K). Only of an x that is stored row by row.
+
+    random: key and first index of stochastic rounding; (): to nearest. before: q and scale that are the
+    results where `found_inf`, float32 with one element, is 1. Only of an x that is stored row by row.
     """
     m, k = x_MK.shape
     if rotated and (transposed or x_MK.stride(1) != 1 or k % 128):
@@ -124,15 +182,21 @@ def quantize_rows(
         assert out is None
         assert ends_E is None or m == 0 or k == 0
         x_MK = x_MK if rounded_to is None else x_MK.to(rounded_to)
-        q, scale, _, _ = in_two_phases(x_MK, fmt, power_of_two, 2, False, multiplier_1K, None, transposed)
+        of_rows = (2, False, multiplier_1K, None, transposed)
+        q, scale, _, _ = in_two_phases(x_MK, fmt, power_of_two, *of_rows, random=random)
         return q, scale
     q, scale = out or (empty_q(x_MK, False), x_MK.new_empty(m, 1, dtype=torch.float32))
-    tensors = (x_MK, vector(multiplier_1K, x_MK), q, scale, ends_E)
+    may_skip = before is not None and found_inf is not None
+    kept: tuple[Tensor | None, ...] = (None, None, None)
+    if before is not None and found_inf is not None:
+        kept = (*(each.contiguous() for each in before), found_inf)
+    tensors = (x_MK, vector(multiplier_1K, x_MK), q, scale, ends_E, *kept)
     num_groups = 0 if ends_E is None else len(ends_E)
     numbers = (k, x_MK.stride(0), q.stride(0), scale.stride(0), num_groups)
-    options = (x_MK.dtype, tensors[1].dtype, fmt, power_of_two, multiplier_1K is None, rounded_to, rotated)
-    key = ("rows", x_MK.get_device(), m, *numbers, *options, scale.shape[1])
-    if not again.again(key, tensors):
+    dtypes = (x_MK.dtype, x_MK.dtype if multiplier_1K is None else multiplier_1K.dtype)
+    options = (fmt, power_of_two, multiplier_1K is None, rounded_to, rotated, bool(random), may_skip)
+    key = ("rows", x_MK.get_device(), m, *numbers, *dtypes, *options, scale.shape[1])
+    if not again.again(key, tensors, random):
         held = k <= LONGEST_HELD_ROW
         block_k = triton.next_power_of_2(k) if held else 4096
         constants = launch.format_constants(fmt, x_MK.device, power_of_two) | {
@@ -143,9 +207,13 @@ def quantize_rows(
             "HELD": held,
             "ROTATED": rotated,
             "GROUPS": triton.next_power_of_2(num_groups) if num_groups else 0,
+            "STOCHASTIC": bool(random),
+            "MAY_SKIP": may_skip,
         }
-        rows = Launch(rows_kernel, (m,), len(tensors), numbers, constants, rows_num_warps(block_k))
-        again.first(key, [rows], tensors)
+        no_random = () if random else (0, 0)  # in the places of key and first
+        how = ((*no_random, *numbers), constants, rows_num_warps(block_k))
+        rows = Launch(rows_kernel, (m,), len(tensors), *how, num_varying=len(random))
+        again.first(key, [rows], tensors, random)
     return q.view(FORMATS[fmt].dtype), scale
 
 

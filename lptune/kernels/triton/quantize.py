@@ -102,7 +102,7 @@ def amax_kernel(
 
 
 @triton.jit
-def _round(
+def round_either(
     scaled,
     at,
     key,
@@ -177,7 +177,7 @@ def store_kernel(
             amax_bits = tl.load(row_amax_ptr + rows * 0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
         scaled = folded * inverse[:, None]
-        q = _round(scaled, rows64 * K + columns64, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
+        q = round_either(scaled, rows64 * K + columns64, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
         tl.store(row_q_ptr + rows64 * row_q_stride_m + columns64 * row_q_stride_k, q, mask=inside)
         if TWICE:
             at = rows64 * column_q_stride_m + columns64 * column_q_stride_k
@@ -190,7 +190,7 @@ def store_kernel(
         amax_bits = tl.load(column_amax_ptr + columns, mask=columns < K, other=0)
         scale, inverse = scale_from_amax(amax_bits, MAX, POWER_OF_TWO)
         scaled = x * inverse[None, :]
-        q = _round(scaled, rows64 * K + columns64, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
+        q = round_either(scaled, rows64 * K + columns64, key, first, STOCHASTIC, FORMAT, MAX, HARDWARE_FLOAT8)
         tl.store(column_q_ptr + rows64 * column_q_stride_m + columns64 * column_q_stride_k, q, mask=inside)
         if tile_m == 0:
             tl.store(column_scale_ptr + columns, scale, mask=columns < K)
@@ -261,58 +261,42 @@ def in_two_phases(
     options = (rows, columns, *multiplied, transposed, twice, bool(random), fmt, power_of_two)
     dtypes = (x.dtype, tensors[1].dtype, tensors[2].dtype)
     key = ("two phases", x.get_device(), m, k, *x.stride(), *dtypes, *options)
-    if not again.again(key, tensors, random):
-        phases = _TwoPhases(rows, columns, *multiplied, twice, bool(random), fmt, power_of_two, tensors)
-        # Measuring may run them twice: the amaxes of the same x stay the same.
-        name = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
-        name += f" stochastic={bool(random)} column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
+    if again.again(key, tensors, random):
+        return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
 
-        def run(config: TileConfig) -> None:
-            for each in phases.launches(config):
-                each.run(tensors, random)
-
-        config = launch.tuned(name, TILE_CONFIGS, run, device)
-        again.first(key, phases.launches(config), tensors, random)
-    return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
-
-
-class _TwoPhases(NamedTuple):
-    """The launches of the two phases; fields as the constants of the kernels. tensors: those of the second;
-    the first takes five of them.
-    """
-
-    rows: int
-    columns: bool
-    multiply_rows: bool
-    multiply_columns: bool
-    twice: bool
-    stochastic: bool
-    fmt: str
-    power_of_two: bool
-    tensors: tuple[Tensor, ...]
-
-    def launches(self, config: TileConfig) -> list[Launch]:
-        """The first phase and the second."""
-        x, *_, row_q, column_q, _, _ = self.tensors
-        (m, k), numbers = x.shape, (*x.shape, *x.stride())
+    def launches(config: TileConfig) -> list[Launch]:
+        """The first phase, which takes five of the tensors, and the second."""
+        numbers, stochastic = (m, k, *x.stride()), bool(random)
         tiles_m, tiles_k = triton.cdiv(m, config.block_m), triton.cdiv(k, config.block_k)
-        programs_m = triton.cdiv(tiles_m, TILES_PER_PROGRAM)
-        row_strides = row_q.stride() if self.rows else (0, 0)
-        column_strides = column_q.stride() if self.columns or self.twice else (0, 0)
-        flags = {"ROWS": self.rows, "COLUMNS": self.columns}
-        flags |= {"MULTIPLY_ROWS": self.multiply_rows, "MULTIPLY_COLUMNS": self.multiply_columns}
-        form = launch.format_constants(self.fmt, x.device, self.power_of_two, self.twice)
-        form |= {"TWICE": self.twice, "STOCHASTIC": self.stochastic}
+        row_strides = row_q.stride() if rows else (0, 0)
+        column_strides = column_q.stride() if second else (0, 0)
+        flags = {"ROWS": rows, "COLUMNS": columns}
+        flags |= {"MULTIPLY_ROWS": multiplied[0], "MULTIPLY_COLUMNS": multiplied[1]}
+        form = launch.format_constants(fmt, device, power_of_two, twice)
+        form |= {"TWICE": twice, "STOCHASTIC": stochastic}
         block = {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k}
-        amax = flags | {"TILES": TILES_PER_PROGRAM} | block
-        numbers_of_store, store = (*numbers, *row_strides, *column_strides), flags | form | block
-        num_varying, grid = 2 * self.stochastic, (tiles_k, tiles_m)
-        if not self.stochastic:
-            numbers_of_store = (0, 0, *numbers_of_store)  # in the places of key and first
+        amax, store = flags | {"TILES": TILES_PER_PROGRAM} | block, flags | form | block
+        of_store = (*numbers, *row_strides, *column_strides)
+        if not stochastic:
+            of_store = (0, 0, *of_store)  # in the places of key and first
+        grid = tiles_k, triton.cdiv(tiles_m, TILES_PER_PROGRAM)
+        how = (store, config.num_warps)
         return [
-            Launch(amax_kernel, (tiles_k, programs_m), 5, numbers, amax, config.num_warps),
-            Launch(store_kernel, grid, 9, numbers_of_store, store, config.num_warps, num_varying=num_varying),
+            Launch(amax_kernel, grid, 5, numbers, amax, config.num_warps),
+            Launch(store_kernel, (tiles_k, tiles_m), 9, of_store, *how, num_varying=2 * stochastic),
         ]
+
+    # Measuring may run them twice: the amaxes of the same x stay the same.
+    name = f"quantize rows={rows} columns={columns} twice={twice} transposed={transposed} {x.dtype} {fmt}"
+    name += f" stochastic={bool(random)} column_major={x.stride(1) != 1} M~{launch.bucket(m)} K={k}"
+
+    def run(config: TileConfig) -> None:
+        for each in launches(config):
+            each.run(tensors, random)
+
+    config = launch.tuned(name, TILE_CONFIGS, run, device)
+    again.first(key, launches(config), tensors, random)
+    return row_q.view(dtype), row_scale, column_q.view(dtype), column_scale
 
 
 def empty_q(x: Tensor, transposed: bool) -> Tensor:

@@ -3,13 +3,12 @@
 Scales change along the contraction, so the GEMM multiplies each block's part of the sum by the block's scales
 (block_scaled_mm). An outlier then coarsens its own block only. g is quantized twice, in blocks along N for
 grad_input and in blocks along T for grad_weight; one op reads g once and makes both. x is saved in compute
-dtype, because `output` needs blocks along K and grad_weight needs blocks along T. The class of each kind says
-how it forms the blocks of x and g, and those of W.
+dtype, because `output` needs blocks along K and grad_weight needs blocks along T. The kinds differ in the
+size of a block, in whether those of W are square, and in how scales are stored.
 
 Shapes: T tokens, K in_features, N out_features. The M and K of QuantizedBlocks.q_MK are those of any matrix.
 """
 
-from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -23,8 +22,6 @@ from lptune.kernels import (
     block_scaled_mm,
     k_major,
     quantize_blocks,
-    quantize_mx,
-    quantize_mx_rows_and_columns,
     quantize_row_and_column_blocks,
     transposed_copy,
 )
@@ -35,26 +32,15 @@ from lptune.numerics import MX_BLOCK, QuantizedBlocks, dequantize_blocks
 
 
 class Blockwise(Kind):
-    """x, W and g have scales for blocks of `size` along the contraction."""
+    """x and g have scales for blocks of `size` along the contraction; W too, or for squares of that side."""
 
     size: ClassVar[int]
     """Number of elements along the contraction that share a scale."""
 
-    @abstractmethod
     def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
-        """Quantizes x or g in blocks of `size` elements along `dim`. transposed: q is stored by columns."""
-
-    @abstractmethod
-    def quantize_weight(
-        self, w_NK: Tensor, dim: int, fmt: str, *, transposed: bool = False
-    ) -> QuantizedBlocks:
-        """Quantizes W for a GEMM that contracts over W's `dim`. transposed: as in `quantize`."""
-
-    @abstractmethod
-    def quantize_gradient(
-        self, g_TN: Tensor, fmt: str, *, transposed: bool
-    ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-        """Quantizes g in blocks along N, and along T. transposed: the second q is stored by columns."""
+        """Quantizes in blocks of `size` elements along `dim`. transposed: q is stored by columns."""
+        block = (1, self.size) if dim == 1 else (self.size, 1)
+        return quantize_blocks(tensor, block, fmt, e8m0=self.power_of_two, transposed=transposed)
 
     def forward(
         self, spec: LinearSpec, x_TK: Tensor, w_NK: Tensor, layer: Tensor, quantized_x: Quantized | None
@@ -116,7 +102,9 @@ class Blockwise(Kind):
     ) -> tuple[QuantizedBlocks | None, QuantizedBlocks | None]:
         """(g in blocks along N, for grad_input; g in blocks along T, for grad_weight); None if not wanted."""
         if for_input and for_weight:
-            return self.quantize_gradient(g_TN, spec.grad_fmt, transposed=transposed)
+            return quantize_row_and_column_blocks(
+                g_TN, self.size, spec.grad_fmt, e8m0=self.power_of_two, transposed=transposed
+            )
         rows = self.quantize(g_TN, 1, spec.grad_fmt) if for_input else None
         return rows, self.quantize(g_TN, 0, spec.grad_fmt, transposed=transposed) if for_weight else None
 
@@ -133,7 +121,9 @@ class Blockwise(Kind):
         if isinstance(w_NK, GatheredWeight):
             # Of a gathered weight for any `dim`: only a kind with square blocks gathers W in 8 bits.
             return QuantizedBlocks(transposed_copy(w_NK.q_NK) if transposed else w_NK.q_NK, w_NK.scale)
-        return self.quantize_weight(w_NK, dim, spec.fmt, transposed=transposed)
+        if (side := self.weight_block) is not None:
+            return quantize_blocks(w_NK, (side, side), spec.fmt, transposed=transposed)
+        return self.quantize(w_NK, dim, spec.fmt, transposed=transposed)
 
     def describe(self, spec: LinearSpec, gemm: str) -> str:
         return f"{spec.formats(gemm)} block{self.size}"
@@ -160,20 +150,6 @@ class Float8Blockwise(Blockwise):
     size = 128
     weight_block = 128
 
-    def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
-        block = (1, self.size) if dim == 1 else (self.size, 1)
-        return quantize_blocks(tensor, block, fmt, transposed=transposed)
-
-    def quantize_weight(
-        self, w_NK: Tensor, dim: int, fmt: str, *, transposed: bool = False
-    ) -> QuantizedBlocks:
-        return quantize_blocks(w_NK, (self.size, self.size), fmt, transposed=transposed)
-
-    def quantize_gradient(
-        self, g_TN: Tensor, fmt: str, *, transposed: bool
-    ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-        return quantize_row_and_column_blocks(g_TN, self.size, fmt, transposed=transposed)
-
     def quantize_shard(self, spec: LinearSpec, shard: Shard, agree: Agree) -> Quantized:
         return quantize_by_agreement(shard, spec.fmt, agree)
 
@@ -194,20 +170,6 @@ class Mxfp8(Blockwise):
     name = "mxfp8"
     fmt = "e4m3"
     power_of_two = True
-    operations = ("other_block_gemm",)
+    operations = ("block_gemm",)
     emulated_where_missing = True
     size = MX_BLOCK
-
-    def quantize(self, tensor: Tensor, dim: int, fmt: str, *, transposed: bool = False) -> QuantizedBlocks:
-        return QuantizedBlocks(*quantize_mx(tensor, dim, fmt, transposed=transposed))
-
-    def quantize_weight(
-        self, w_NK: Tensor, dim: int, fmt: str, *, transposed: bool = False
-    ) -> QuantizedBlocks:
-        return self.quantize(w_NK, dim, fmt, transposed=transposed)
-
-    def quantize_gradient(
-        self, g_TN: Tensor, fmt: str, *, transposed: bool
-    ) -> tuple[QuantizedBlocks, QuantizedBlocks]:
-        along_n, along_t = quantize_mx_rows_and_columns(g_TN, fmt, transposed=transposed)
-        return QuantizedBlocks(*along_n), QuantizedBlocks(*along_t)

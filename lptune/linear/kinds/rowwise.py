@@ -271,7 +271,7 @@ class Float8Rowwise(Rowwise):
     served_as = "float8"
     fmt = "e4m3"
     power_of_two = True
-    operations = ("float8_gemm", "float8_rowwise_gemm")
+    operations = ("float8_gemm", "float8_other_gemm")
 
 
 class Float8RowwiseWithGwHp(Float8Rowwise):

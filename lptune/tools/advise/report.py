@@ -77,9 +77,7 @@ def predicted_report(
     lines += ["", *_ranking(advice, setting, "predicted"), ""]
     for kind, (cautious, hopeful) in ranges.items():
         if f"{cautious:.2f}" != f"{hopeful:.2f}":
-            lines += _wrapped(
-                f"{kind}: {cautious:.2f}x to {hopeful:.2f}x, by the GEMM (LPTUNE_TRY, docs/gpu.md)", 2
-            )
+            lines += _wrapped(f"{kind}: {cautious:.2f}x to {hopeful:.2f}x, by the GEMM (docs/gpu.md)", 2)
     known = predictable(device)
     left = [kind for kind in PRECISION_KINDS if kind not in known]
     lines += _wrapped(f"no prediction for {', '.join(left)}", 2)

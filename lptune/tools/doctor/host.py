@@ -145,7 +145,6 @@ _MATTERS = re.compile(
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _EFFECTS = {
     "LPTUNE_KERNELS": "one backend for all kernels: for debugging",
-    "LPTUNE_TRY": "alternatives that wait for a measurement",
     "LPTUNE_AUTOTUNE": "0 takes untuned kernels",
     "CUDA_LAUNCH_BLOCKING": "1 makes every step slower",
     "NCCL_DEBUG": "prints much",

@@ -11,7 +11,6 @@ stand there:
 
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from lptune.base.errors import UserError
-from lptune.base.files import is_deep, read_bytes, read_object, read_text
+from lptune.base.files import read_object, read_text
 from lptune.config.load import read_yaml
 from lptune.tools.migrate import axolotl, llamafactory, torchtitan, torchtune, trl
 from lptune.tools.migrate.draft import Draft
@@ -34,11 +33,12 @@ TOOLS: dict[str, Callable[[Draft], None]] = {
 }
 """Tool -> the function that fills a draft."""
 
-_MAX_BYTES = 256 * 1024
+_MAX_BYTES = 4 * 2**20
+"""torchtitan's JSON has every layer of the model: 332 KB of Llama 3 70B."""
 _SCRIPT = re.compile(r"(?:.*/)?(sft|dpo|kto)\.py")
 _FACTORY = re.compile(r"(?:.*/)?(llamafactory-cli|lmf|src/train\.py)")
 _FACTORY_KEYS = {"stage", "finetuning_type", "template", "cutoff_len", "dataset", "dataset_dir"}
-_TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "metrics", "job", "compile"}
+_TITAN_SECTIONS = {"training", "parallelism", "lr_scheduler", "checkpoint", "metrics", "compile"}
 
 
 def migrate(file: Path, *, num_ranks: int | None = None, num_steps: int | None = None) -> Draft:
@@ -48,10 +48,11 @@ def migrate(file: Path, *, num_ranks: int | None = None, num_steps: int | None =
 
     Raises UserError (one line) for a file that is no config of a full fine-tuning of one of the tools.
     """
-    if file.suffix == ".py":
+    if file.suffix in (".py", ".toml"):
         raise UserError(
-            f"{file}: a Python config is not read, because reading it means running it; torchtitan writes "
-            "its config as JSON when a run starts with --debug.save_config_file NAME.json: give that file"
+            f"{file}: a Python config is not read, because reading it means running it, and torchtitan reads "
+            "no TOML ones any more; it writes its config as JSON when a run starts with "
+            "--debug.save_config_file NAME.json: give that file"
         )
     tool: str | None
     command = ""
@@ -79,22 +80,9 @@ def tool_of(file: Path) -> str | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if file.suffix not in (".toml", ".json"):
-        return dict(_with_text_keys(OmegaConf.to_container(read_yaml(file), resolve=False)))
     if file.suffix == ".json":
         return read_object(file, max_bytes=_MAX_BYTES, todo="mend the file")
-    content = read_bytes(file, _MAX_BYTES)
-    try:
-        values = tomllib.loads(content.decode())
-        if is_deep(values):  # by dotted keys, which TOML's reader takes at any depth
-            raise RecursionError
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: is not UTF-8 text") from None
-    except ValueError as error:
-        raise UserError(f"{file}: cannot be read as TOML: {error}") from None
-    except RecursionError:
-        raise UserError(f"{file}: cannot be read as TOML: it is nested too deep") from None
-    return values
+    return dict(_with_text_keys(OmegaConf.to_container(read_yaml(file), resolve=False)))
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -129,7 +117,7 @@ def _what_else(values: Mapping[str, Any]) -> str:
     if {"compute_environment", "distributed_type"} <= set(values):
         return "is a config of accelerate, which holds no training keys"
     return (
-        "is no config of torchtune (no `_component_`), torchtitan (no [training] beside other sections), "
+        "is no config of torchtune (no `_component_`), torchtitan (no `training` beside other sections), "
         "axolotl (no `base_model`), LLaMA-Factory or TRL (no `model_name_or_path`)"
     )
 
