@@ -311,7 +311,9 @@ RULES: Rules = {
     "parallelism.enable_sequence_parallel": to("parallel.sequence"),
     **each("parallelism.{enable_fsdp_symm_mem,spmd_backend}", drop(NOT_NEEDED, "FSDP2's own collectives")),
     "parallelism.fsdp_reshard_after_forward": _reshard,
-    "parallelism.expert_parallel_degree": drop(NOT_NEEDED, "experts are sharded as all weights are"),
+    "parallelism.expert_parallel_degree": drop(
+        NOT_OFFERED, "see parallel.expert, which needs tensor and context of 1"
+    ),
     **each(
         "parallelism.context_parallel_{load_balancer,ptrr_mask_key}",
         drop(NOT_NEEDED, "ranks exchange heads, in no turns"),
