@@ -13,6 +13,11 @@ minimum, and their mean over some thousand steps has a lower loss than the weigh
 weight averaging (arXiv:1803.05407); for checkpoints of a pre-training, LAWA (arXiv:2209.14981). After a decay
 of the learning rate there is little to gain. The mean is computed tensor by tensor, in float64, and rounded
 once, to the dtype of the export: it costs no memory in training, and the run can go on from its checkpoints.
+
+A base in bfloat16 is exported in bfloat16, whose step is 2**-8 of a weight, and AdamW changes a weight by
+about the learning rate: a few steps at 1e-5 change most weights by less than half a step. To nearest these
+round back to the base. So trained weights round stochastically (numerics/rounding.py), which keeps every
+change in the mean over many weights.
 """
 
 import math
@@ -58,6 +63,7 @@ from lptune.distributed import Piece, SideGroup, World, side_group
 from lptune.linear import INT8_SCALE, KINDS, Plan
 from lptune.models.headers import INDEX_NAME, SINGLE_NAME, HFIndex, open_tensors
 from lptune.models.quantized import QUANTIZED_KEYS
+from lptune.numerics import random_key, stochastic_round_to_bfloat16
 
 # The files of the base checkpoint that describe model and tokenizer. Weights and code are not copied.
 _COPIED = (
@@ -72,6 +78,7 @@ _COPIED = (
 EMA = "ema"
 """Of the tensors `ema/NAME` of a checkpoint: the moving average of the weight NAME (training/adamw.py)."""
 _FILES_AT_ONCE = 2  # per rank: one file is assembled while the other is flushed to disk
+_ROUNDED_AT_ONCE = 2**22  # elements, of which rounding has some copies
 _HEADERS_BYTES = 512  # upper estimate per tensor, in its file's header and in the index
 
 
@@ -82,6 +89,8 @@ class Target(NamedTuple):
     """The parameters in the checkpoint that it consists of; (): it is copied from the base."""
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rounding: str = "nearest"
+    """`export.rounding`, which a weight in bfloat16 is subject to."""
     form: Form | None = None
     """The tensors that stand for a quantized one (quantized.py); None: it is not."""
 
@@ -217,7 +226,7 @@ def plan_files(base: HFIndex, cfg: ExportConfig, quantizer: Quantizer | None = N
         same = [name, *(each for source in sources for each in holders[source.parameter, source.part.start])]
         widest = reduce(torch.promote_types, (getattr(torch, base.tensors[each].dtype) for each in same))
         dtype = widest if cfg.dtype == "original" or not sources else getattr(torch, cfg.dtype)
-        target = Target(sources, base.tensors[name].shape, dtype)
+        target = Target(sources, base.tensors[name].shape, dtype, cfg.rounding)
         form = None if quantizer is None else quantizer.form_of(name, target.shape, sources)
         targets[name] = target._replace(form=form)
     targets = {name: targets[name] for name in base.tensors if name in targets}
@@ -347,7 +356,9 @@ def _assemble(
     name: str, target: Target, stored: Sequence[StoredFiles], base: HFIndex, frozen: frozenset[str]
 ) -> Tensor:
     """The tensor `name` of the export, box by box: the mean of the checkpoints, or the values of `base`."""
-    tensor = torch.empty(target.shape, dtype=target.dtype)
+    is_trained = any(source.parameter not in frozen for source in target.sources)
+    stochastic = is_trained and target.dtype == torch.bfloat16 and target.rounding == "stochastic"
+    tensor = torch.empty(target.shape, dtype=torch.float32 if stochastic else target.dtype)
     # A frozen weight comes from the base: a run may hold it in 8 bits, of which checkpoints have the values.
     if not target.sources or any(source.parameter in frozen for source in target.sources):
         tensor.copy_(read_box(lambda file: open_tensors(base.folder / file), base, name))
@@ -359,12 +370,27 @@ def _assemble(
             box.copy_(mean(stored, parameter, shape, part.start, part.sizes))
         else:
             stored[0].read(parameter, [Piece(box, part.start)], shape, None)
+    if stochastic:  # tied weights have the same sources, and so the same bits
+        source = target.sources[0]
+        key = random_key(0, stored[0].manifest.step, f"{source.parameter} {source.part.start}")
+        return _round_stochastically(tensor, key)
     if target.dtype == torch.float16 and not tensor.isfinite().all():
         raise UserError(
             f"{stored[0].manifest.folder}: {name!r} has values beyond float16's 65504; export it "
             "as bfloat16 or float32"
         )
     return tensor
+
+
+def _round_stochastically(x: Tensor, key: int) -> Tensor:
+    """`x`, float32, in bfloat16, with the random bits that `key` decides."""
+    generator = torch.Generator().manual_seed(key)
+    rounded = torch.empty_like(x, dtype=torch.bfloat16)
+    for part, to in zip(
+        x.view(-1).split(_ROUNDED_AT_ONCE), rounded.view(-1).split(_ROUNDED_AT_ONCE), strict=True
+    ):
+        to.copy_(stochastic_round_to_bfloat16(part, torch.rand(len(part), generator=generator)))
+    return rounded
 
 
 def _beside(target: Target, stored: Sequence[StoredFiles], frozen: frozenset[str]) -> dict[str, Tensor]:

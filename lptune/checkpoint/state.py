@@ -55,6 +55,7 @@ class About:
     average_checkpoints: int = 1
     ema: bool = True
     quantized: str = "none"
+    rounding: str = "nearest"
     """Keys of `export`, of which a checkpoint of an older version has no values."""
 
 
@@ -72,6 +73,7 @@ def about_run(cfg: RunConfig, chat_template: str | None) -> dict[str, Any]:
         average_checkpoints=cfg.export.average_checkpoints,
         ema=cfg.export.ema,
         quantized=cfg.export.quantized,
+        rounding=cfg.export.rounding,
     )
     return asdict(about)
 

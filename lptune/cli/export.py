@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     "--dtype", type=click.Choice(["original", "float32", "bfloat16", "float16"]), help="[default: the run's]"
 )
 @click.option(
+    "--rounding",
+    type=click.Choice(["stochastic", "nearest"]),
+    help="Of weights that become bfloat16.  [default: the run's]",
+)
+@click.option(
     "--max-shard-gib", type=float, help="Size of a weight file; 0: as imported.  [default: the run's]"
 )
 @click.option(
@@ -49,6 +54,7 @@ def export(
     dest: Path,
     base: Path | None,
     dtype: str | None,
+    rounding: str | None,
     max_shard_gib: float | None,
     average: int | None,
     ema: bool | None,
@@ -77,6 +83,7 @@ def export(
         average = 1
     cfg = ExportConfig(
         dtype=about.dtype if dtype is None else dtype,
+        rounding=about.rounding if rounding is None else rounding,
         max_shard_gib=about.max_shard_gib if max_shard_gib is None else max_shard_gib,
         average_checkpoints=about.average_checkpoints if average is None else average,
         ema=about.ema if ema is None else ema,

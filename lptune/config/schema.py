@@ -273,6 +273,10 @@ class ExportConfig:
     """Write the export. false: `lptune export` can make it later, from a checkpoint."""
     dtype: str = "original"
     """original (each tensor's dtype in the imported checkpoint) | float32 | bfloat16 | float16."""
+    rounding: str = "stochastic"
+    """How trained weights become bfloat16: stochastic | nearest. To nearest, a change of less than half a
+    step of bfloat16 is lost, which is most of what a short run or a small learning rate changes
+    (docs/export.md). The random bits depend on step and tensor alone."""
     max_shard_gib: float = 0.0
     """Largest size of a weight file; a larger tensor gets a file of its own. 0: the same files as in the
     base checkpoint, with the same names."""
@@ -289,6 +293,7 @@ class ExportConfig:
         at_least("export.average_checkpoints", self.average_checkpoints, 1)
         at_least("export.max_shard_gib", self.max_shard_gib, 0)
         one_of("export.dtype", self.dtype, ("original", "float32", "bfloat16", "float16"))
+        one_of("export.rounding", self.rounding, ("stochastic", "nearest"))
         one_of("export.quantized", self.quantized, EXPORT_FORMATS)
 
 

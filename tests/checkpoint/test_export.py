@@ -24,7 +24,7 @@ from lptune.checkpoint.files import Scratch, save_tensors, sha256
 from lptune.checkpoint.state import About, RunState, base_digests
 from lptune.checkpoint.sums import is_as_written, verify_sums
 from lptune.config import CheckpointConfig, ExportConfig
-from lptune.distributed import World
+from lptune.distributed import Piece, World
 from tests.helpers.ranks import run_ranks
 
 NUM_FILES = 4
@@ -173,6 +173,37 @@ def test_two_ranks_export_what_one_process_does_and_fail_as_one(
     assert sorted(path.name for path in tmp_path.iterdir() if "export" in path.name) == ["export"]
 
 
+def test_a_change_below_half_a_step_of_bfloat16_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To nearest it is lost. The mean of n weights has a standard error of at most 1 / (2 sqrt(n)) steps."""
+    monkeypatch.setattr(module, "_ROUNDED_AT_ONCE", 1000)
+    base, name = _base(tmp_path / "base"), "model.embed_tokens.weight"
+    with distributed.session("cpu") as world:
+        path = _trained(base, tmp_path, world)
+    before = _tensors(base)[name].float()
+    assert before.all()
+    step = before.sign() * 2.0 ** (
+        before.abs().log2().floor() - 7
+    )  # away from zero, where steps are as large
+
+    def read(self: object, parameter: str, pieces: list[Piece], shape: object, dtype: object) -> None:
+        pieces[0].values.copy_(before + 0.3 * step if parameter == name else torch.zeros(()))
+
+    monkeypatch.setattr(module.StoredFiles, "read", read)
+
+    def changed(folder: str, **cfg: Any) -> Tensor:
+        after = _tensors(_export(path, base, tmp_path / folder, **cfg))[name]
+        assert after.dtype == torch.bfloat16
+        return (after.float() - before) / step
+
+    assert changed("nearest", rounding="nearest").count_nonzero() == 0
+    found = changed("stochastic")
+    assert set(found.unique().tolist()) == {0.0, 1.0}
+    assert abs(found.mean() - 0.3) < 4 / (2 * found.numel() ** 0.5)
+    assert torch.equal(found, changed("again"))
+
+
 def test_the_mean_of_the_last_checkpoints_is_that_of_float64_or_one_line(tmp_path: Path, base: Path) -> None:
     with distributed.session("cpu") as world:
         paths = [_trained(base, tmp_path, world, step=step) for step in (3, 4, 5)]
@@ -208,7 +239,7 @@ def test_the_mean_of_the_last_checkpoints_is_that_of_float64_or_one_line(tmp_pat
 def test_files_names_index_and_dtypes_are_the_imported_ones(
     tmp_path: Path, base: Path, trained: Path
 ) -> None:
-    folder = _export(trained, base, tmp_path / "export")
+    folder = _export(trained, base, tmp_path / "export", rounding="nearest")
     theirs, ours = checkpoint.read_index(base), checkpoint.read_index(folder)
     assert ours.tensors == theirs.tensors
     assert list(ours.tensors) == list(theirs.tensors)
