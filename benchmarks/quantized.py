@@ -5,7 +5,7 @@
 RUN: a finished run of continued_pretrain on one rank, in a precision.kind that --format serves. Each line is
 the mean loss less that of training's own forward, its standard error, and the KL divergence from it:
 
-    high export                     weights and tokens in high precision
+    high export                     weights in the dtypes of the base, tokens in high precision
     quantized, server's tokens      training's codes and scales; tokens by the rule of the format
     requantized, server's tokens    the high export, rounded anew by the usual rule (amax / 127.5, amax / 448)
 """
@@ -48,10 +48,9 @@ def usual_weight(w_NK: Tensor, fmt: str) -> Tensor:
     return usual(blocks, fmt, (1, 3)).flatten(2).flatten(0, 1)[:n, :k]
 
 
-def exported(path: Path, base: models.HFIndex, quantized: str) -> tuple[Weights, set[str]]:
+def exported(path: Path, base: models.HFIndex, cfg: ExportConfig) -> tuple[Weights, set[str]]:
     """(weights in float32, names of those in 8 bits) of an export of the checkpoint `path`."""
     with tempfile.TemporaryDirectory() as folder:
-        cfg = ExportConfig(quantized=quantized)
         checkpoint.export_hf(path, base, Path(folder) / "export", cfg)
         files = [load_file(file) for file in (Path(folder) / "export").glob("*.safetensors")]
     in_8_bits = {name for file in files for name, tensor in file.items() if tensor.element_size() == 1}
@@ -77,17 +76,18 @@ def main() -> None:
     base = checkpoint.read_base(cfg.model.path, print)
     newest = newest_verified(args.run / "checkpoints", print)
     assert newest is not None
-    high, _ = exported(newest.folder, base.index, "none")
-    low, in_8_bits = exported(newest.folder, base.index, fmt)
+    trained, _ = exported(newest.folder, base.index, ExportConfig(dtype="float32"))
+    high, _ = exported(newest.folder, base.index, ExportConfig())
+    low, in_8_bits = exported(newest.folder, base.index, ExportConfig(quantized=fmt))
     again = {name: usual_weight(w, fmt) if name in in_8_bits else w for name, w in high.items()}
     tokenizer = data.load_tokenizer(base.folder, cfg.data.chat_template)
     vocab_size = base.config.vocab_size
     held_out = data.prepare(cfg.data, tokenizer, seed=cfg.seed, vocab_size=vocab_size).held_out
 
-    def log_p(weights: Weights, *, trained: bool = False, serves: bool = False) -> tuple[Tensor, Tensor]:
+    def log_p(weights: Weights, *, converts: bool = False, serves: bool = False) -> tuple[Tensor, Tensor]:
         """(log probabilities, labels) of all held-out targets."""
         model = base.build_on_meta()
-        if trained:
+        if converts:
             linear.convert(model, cfg.precision, device=torch.device("cpu"))
         model.to_empty(device="cpu")
         model.reset_buffers("cpu")
@@ -103,7 +103,7 @@ def main() -> None:
             found.append((logits[is_target].float().log_softmax(-1), batch.labels_BS[is_target]))
         return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
 
-    own, labels = log_p(high, trained=True)
+    own, labels = log_p(trained, converts=True)
     print(f"training's forward: loss {-own.gather(1, labels[:, None]).mean():.5f} of {len(labels)} targets")
     for name, weights, serves in (
         ("high export", high, False),

@@ -506,3 +506,8 @@ class RunConfig:
                 f"precision.shadow_every: compares whole layers, and parallel.tensor={self.parallel.tensor} "
                 "cuts them; set shadow_every=0 or parallel.tensor=1"
             )
+        if self.precision.checks_shadow and self.parallel.expert > 1:
+            raise UserError(
+                f"precision.shadow_every: compares whole layers, and parallel.expert={self.parallel.expert} "
+                "ranks have the experts among them; set shadow_every=0 or parallel.expert=1"
+            )

@@ -43,8 +43,23 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
         q = scale = None
         if isinstance(x, QuantizedTokens):
             x, q, scale = x
+        rows = {"ends": ends, "most": most, "q": q, "scale": scale}
+        return self._multiply(autocast(x), local_part(self.weight), self.handle, **rows)
+
+    def _multiply(  # type: ignore[override]
+        self,
+        x: Tensor,
+        weight_RK: Tensor,
+        handle: Tensor,
+        *,
+        ends: Tensor,
+        most: int | None,
+        **quantized: Any,
+    ) -> Tensor:
+        """What a shadow pass puts something else in place of (steps/shadow.py)."""
+        q, scale = quantized.get("q"), quantized.get("scale")
         out_SN: Tensor = _GroupedGemms.apply(  # type: ignore[no-untyped-call]
-            autocast(x), local_part(self.weight), ends, self.handle, self.spec, most, q, scale
+            x, weight_RK, ends, handle, self.spec, most, q, scale
         )
         return out_SN
 

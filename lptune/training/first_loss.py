@@ -41,6 +41,8 @@ def check_first_loss(
     kind, keys = cfg.precision.kind, PRECISION_KINDS[cfg.precision.kind]
     if model.facts.attention_softcap is not None and world.device.type == "cuda":
         return  # its attention is a compiled kernel, and these passes are eager: it would store all scores
+    if world.experts is not None:
+        return  # a rank has only some of the experts
     if step or cfg.precision.is_none or keys.stores_low or keys.for_servers or cfg.parallel.tensor > 1:
         return
     batch = loader.micro_batches(0)[0].to(world.device)
