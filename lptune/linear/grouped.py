@@ -43,8 +43,9 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
         q = scale = None
         if isinstance(x, QuantizedTokens):
             x, q, scale = x
-        rows = {"ends": ends, "most": most, "q": q, "scale": scale}
-        return self._multiply(autocast(x), local_part(self.weight), self.handle, **rows)
+        return self._multiply(
+            autocast(x), local_part(self.weight), self.handle, ends=ends, most=most, q=q, scale=scale
+        )
 
     def _multiply(  # type: ignore[override]
         self,
