@@ -12,7 +12,7 @@ The mean of the last checkpoints may be exported. At a constant learning rate th
 minimum, and their mean over some thousand steps has a lower loss than the weights of any step: stochastic
 weight averaging (arXiv:1803.05407); for checkpoints of a pre-training, LAWA (arXiv:2209.14981). After a decay
 of the learning rate there is little to gain. The mean is computed tensor by tensor, in float64, and rounded
-once, to the dtype of the export: it costs no memory in training, and the run can go on from its checkpoints.
+to the dtype of the export: it costs no memory in training, and the run can go on from its checkpoints.
 
 A base in bfloat16 is exported in bfloat16, whose step is 2**-8 of a weight, and AdamW changes a weight by
 about the learning rate: a few steps at 1e-5 change most weights by less than half a step. To nearest these

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.base.progress import counting
 from lptune.config import DataConfig, SourceConfig, check_sources, data_files, left_out
 from lptune.data.cache import Content, Facts, cache_key, cached, content_of, files_stat, in_memory
@@ -238,6 +238,8 @@ def _read_all(
         try:
             own_cfg, is_training = replace(cfg, **keys), key == "data.source"
             sources.append(_read(entry.source, own_cfg, tokenizer, vocab_size, is_training, reading))
+        except UnavailableError:  # of storage, which names its own key, and may answer the next start
+            raise
         except UserError as error:
             message = str(error).replace("data.source", key)  # the reader always writes data.source
             message = _of_entry(message, entry, key, number, is_alone=len(entries) == 1)

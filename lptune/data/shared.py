@@ -26,7 +26,7 @@ from itertools import groupby
 from lptune.base.errors import UnavailableError, UserError
 from lptune.base.progress import counting, print_line
 from lptune.base.storage import Storage, StorageError
-from lptune.data.workers import Chunk, Made, Work, made, read_made, write_made
+from lptune.data.workers import Chunk, Made, Work, WorkerEndedError, made, read_made, write_made
 
 CHUNKS_PER_PART = 4
 """At most 8,192 rows or 16 MiB of characters: some 20 MB, and seconds of work."""
@@ -43,9 +43,7 @@ class SharedRows:
 
     def __init__(self, address: str, key: str, check: Callable[[], None]) -> None:
         """key: of the cache entry. check: raises UserError if the source is no longer what `key` says."""
-        # torchrun's agent sets them for ranks; a process without it is one machine.
-        self._machine = int(os.environ.get("GROUP_RANK", "0"))
-        self._num_machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+        self._machine, self._num_machines = machine_here()
         self._place, self._check = f"{address.rstrip('/')}/{key}", check
         self._first = int(key, 16)  # or machine 0 would make the first part of each source
         self._num_parts: int | None = None
@@ -74,7 +72,7 @@ class SharedRows:
         ):
             try:
                 self._make(chunks, work, lambda number: self._is_own(number) and _name(number) not in there)
-            except StorageError:
+            except (StorageError, WorkerEndedError):
                 raise
             except UserError:  # of a row, perhaps not the first that is bad: told in its turn, below
                 self._check()
@@ -94,7 +92,9 @@ class SharedRows:
         return (self._first + number) % self._num_machines == self._machine
 
     def _is_missing(self, first: int, number: int) -> bool:
-        return number == first or (number > first and _name(number) not in self._names())
+        """Whether a part is made in place of its machine, which did not write the part `first`."""
+        of_the_same = number > first and (number - first) % self._num_machines == 0
+        return number == first or (of_the_same and _name(number) not in self._names())
 
     def _make(self, chunks: Iterator[Chunk], work: Work, is_wanted: Callable[[int], bool]) -> None:
         """Makes and writes those parts of `chunks`, and learns how many parts there are."""
@@ -171,6 +171,19 @@ class SharedRows:
     def _digest(self, name: str, body: bytes) -> bytes:
         key = self._place.rpartition("/")[2]
         return hashlib.sha256(f"{key}/{name}\n".encode() + body).hexdigest().encode()
+
+
+def machine_here() -> tuple[int, int]:
+    """(number of this machine, number of machines), as torchrun's agent tells ranks. Where a cluster sets the
+    variables of a rank alone, all machines are taken to have as many ranks; without any there is one machine.
+    """
+
+    def number(name: str, default: int) -> int:
+        return int(os.environ.get(name, default))
+
+    here = number("LOCAL_WORLD_SIZE", 1)
+    machine, size = number("RANK", 0) // here, max(1, number("WORLD_SIZE", 1) // here)
+    return number("GROUP_RANK", machine), number("GROUP_WORLD_SIZE", size)
 
 
 def _name(number: int) -> str:

@@ -164,7 +164,7 @@ def num_workers() -> int:
 _PROGRAM = "from lptune.data.workers import serve; serve()"
 
 
-class _EndedError(UserError):
+class WorkerEndedError(UserError):
     """A worker has ended over its chunk."""
 
 
@@ -207,7 +207,7 @@ class _Pool:
         except (OSError, EOFError, json.JSONDecodeError):
             code = worker.wait()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-            raise _EndedError(
+            raise WorkerEndedError(
                 f"data.source: {self._work.cfg.source}: a process that prepares rows was ended {how}; if the "
                 f"memory was short, set {NUM_WORKERS}={max(1, self._size // 2)} in the environment"
             ) from None
@@ -248,7 +248,7 @@ def _first(waiting: "deque[Future[Made]]") -> Made:
     """The result of the first, or the error of any whose worker has ended."""
     while True:
         for each in waiting:
-            if each.done() and isinstance(problem := each.exception(), _EndedError):
+            if each.done() and isinstance(problem := each.exception(), WorkerEndedError):
                 raise problem
         if waiting[0].done():
             return waiting.popleft().result()

@@ -55,10 +55,10 @@ class LowPrecisionGroupedLinear(LowPrecisionLinear):
         *,
         ends: Tensor,
         most: int | None,
-        **quantized: Any,
+        q: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """What a shadow pass puts something else in place of (steps/shadow.py)."""
-        q, scale = quantized.get("q"), quantized.get("scale")
         out_SN: Tensor = _GroupedGemms.apply(  # type: ignore[no-untyped-call]
             x, weight_RK, ends, handle, self.spec, most, q, scale
         )
@@ -102,9 +102,14 @@ class _GroupedGemms(torch.autograd.Function):
 def multiply_groups(x_SC: Tensor, w_RK: Tensor, ends_E: Tensor, *, by_rows: bool) -> Tensor:
     """Each group's rows of x times its matrix of w (E * N, K), transposed if `by_rows`."""
     w_ENK = w_RK.unflatten(0, (ends_E.shape[0], -1))
-    return F.grouped_mm(x_SC, w_ENK.transpose(1, 2) if by_rows else w_ENK, offs=ends_E)
+    w_ECD = w_ENK.transpose(1, 2) if by_rows else w_ENK
+    if not len(x_SC):  # nobody has chosen these experts
+        return torch.mm(x_SC, w_ECD[0])
+    return F.grouped_mm(x_SC, w_ECD, offs=ends_E)
 
 
 def grad_weight_of_groups(g_SN: Tensor, x_SK: Tensor, ends_E: Tensor) -> Tensor:
     """g.T @ x over each group's own rows, (E * N, K)."""
+    if not len(g_SN):
+        return g_SN.new_zeros(ends_E.shape[0] * g_SN.shape[1], x_SK.shape[1])
     return F.grouped_mm(g_SN.t(), x_SK, offs=ends_E).flatten(0, 1)

@@ -497,15 +497,15 @@ def verify_exchanges(models: Collection[nn.Module], num_sent: int) -> None:
     (distributed/expert_parallel.py), and no others, were sent them, `num_sent` times in all; those of one
     model equally often.
     """
-    firsts = {
-        name: next(each for each in module.modules() if num_groups(each))
+    firsts = [  # a teacher has modules of the same names
+        (name, next(each for each in module.modules() if num_groups(each)))
         for model in models
         for name, module in model.named_modules()
         if hasattr(module, "exchange")
-    }
+    ]
     mixtures = [
         name
-        for name, layer in firsts.items()
+        for name, layer in firsts
         if isinstance(layer, LowPrecisionLinear) and layer.spec.token_gather != "high"
     ]
     uneven = len(models) == 1 and mixtures and num_sent % len(mixtures)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lptune.base.errors import UserError
+from lptune.base.errors import UnavailableError, UserError
 from lptune.base.storage import Storage
 from lptune.config import DataConfig, SourceConfig
 from lptune.data import Prepared, Tokenizer, cache, load_tokenizer, prepare, shared, workers
@@ -294,6 +294,31 @@ def test_storage_that_refuses_is_one_line(
     assert not [*(tmp_path / "xdg/lptune/data").glob("[0-9a-f]*/")]
     monkeypatch.setattr(Faulty, "fault", staticmethod(lambda *_: None))
     run(f"faulty://{tmp_path}/rows")
+
+
+def test_storage_that_does_not_answer_is_no_wrong_input(
+    run: Callable[[str], Prepared], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_away(called: str, path: str) -> None:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(Faulty, "fault", staticmethod(is_away))
+    with pytest.raises(UnavailableError, match=r"^data.cache: .*; wait for it and run again"):
+        run(f"faulty://{tmp_path}/rows")
+
+
+@pytest.mark.parametrize(
+    ("environment", "machine"),
+    [({}, (0, 1)), ({"RANK": "5", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}, (2, 3))],
+)
+def test_a_rank_without_torchruns_agent_counts_machines_by_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environment: dict[str, str], machine: tuple[int, int]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert shared.machine_here() == machine
 
 
 def test_an_address_that_nothing_opens_and_a_package_that_is_missing_are_one_line(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lptune import distributed, linear, models
 from lptune.base.errors import UserError
-from lptune.config import DataConfig, OptimizerConfig, ParallelConfig
+from lptune.config import DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig
 from lptune.distributed import expert_parallel, record_collectives
 from lptune.plan.dry_run import dry_run
 from tests.helpers import hf_types, packed, tiny_run
@@ -266,6 +266,9 @@ def test_models_and_settings_that_exclude_it_are_one_line(tmp_path: Path) -> Non
         distributed.mesh_axes(ParallelConfig(replicate=2, expert=2), 6)
     with pytest.raises(UserError, match=r"optimizer\.kind: muon .*parallel\.expert=2"):
         tiny_run.config("none", parallel=ParallelConfig(expert=2), optimizer=OptimizerConfig(kind="muon"))
+    shadow = PrecisionConfig(kind="int8_rowcol", shadow_every=2)
+    with pytest.raises(UserError, match=r"precision\.shadow_every: .*parallel\.expert=2 ranks"):
+        replace(tiny_run.config("none"), parallel=ParallelConfig(expert=2), precision=shadow)
     execution, layer = distributed.Execution(compile="none"), torch.nn.Linear(2, 2)
     with distributed.session("cpu") as world:
         shares = replace(world, experts=distributed.Experts(models.Group("", 1, 0), world.mesh))

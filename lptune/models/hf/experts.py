@@ -44,8 +44,10 @@ class GroupedLinear(nn.Linear):
         if (planned_device_type() or x.device.type) == "cuda" and x.dtype != torch.bfloat16:
             raise UserError("compute_dtype: experts run in bfloat16 on GPUs; set it to bfloat16")
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        w_ENK = weight.unflatten(0, (self.num_groups, -1))
-        return F.grouped_mm(x, w_ENK.transpose(1, 2), offs=ends)
+        w_EKN = weight.unflatten(0, (self.num_groups, -1)).transpose(1, 2)
+        if not len(x):  # nobody has chosen these experts
+            return torch.mm(x, w_EKN[0])
+        return F.grouped_mm(x, w_EKN, offs=ends)
 
 
 def ends_of_groups(sorted_groups_S: Tensor, num_groups: int) -> Tensor:

@@ -134,6 +134,8 @@ def advise(candidates: Iterable[Candidate], quality: Quality = PUBLISHED) -> Adv
     as_fast = [each for each in within if each.speedup >= max(WORTH, SAME * within[0].speedup)]
     chosen = min(as_fast, key=lambda each: (abs(losses[each.kind].difference), -each.speedup))
     reason = f"{chosen.speedup:.2f}x as fast as none"
+    if not quality.allows(chosen.kind):
+        reason += f", with a loss of {losses[chosen.kind]} on another model: --quality measures yours"
     if chosen is not fastest:
         reason += f"; the fastest, {about(fastest)}"
     return Advice(candidates=tuple(ranked), chosen=chosen, reason=reason)

@@ -35,6 +35,7 @@ _FAMILIES = ("llama3", "qwen3")
 _SHARES = ("tensor", "context", "pipeline")
 _TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _TOKENS_OF_ALL = "training.num_tokens_per_train_step"
+_EXPERT = "parallelism.expert_parallel_degree"
 _LENGTH = "training.max_context_length"
 _FROM_SCRATCH = (
     "torchtitan starts from random weights unless checkpoint.initial_load_path says otherwise; here those in "
@@ -116,7 +117,7 @@ def _sources(section: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], bo
 
 
 def _set_batches(draft: Draft) -> None:
-    """Rows from tokens; and parallel.tensor and context, whose ranks share each row."""
+    """Rows from tokens; parallel.tensor and context, whose ranks share each row; and parallel.expert."""
     shared = 1
     for name in _SHARES:
         key = f"parallelism.{name}_parallel_degree"
@@ -129,6 +130,13 @@ def _set_batches(draft: Draft) -> None:
         else:
             draft.drop(key, NOT_OFFERED, "there is no pipeline parallelism")
             draft.ask("parallel", f"{key} = {degree}: use parallel.tensor and more ranks of FSDP")
+    degree = draft.integer(_EXPERT, 1)
+    if degree <= 1:
+        draft.drop_given(OFF, "", _EXPERT)
+    elif shared == 1:
+        draft.set("parallel.expert", degree, _EXPERT)
+    else:
+        draft.drop(_EXPERT, NOT_OFFERED, "parallel.expert stands beside neither tensor nor context")
     length = draft.integer(_LENGTH, 2048, 2)
     draft.set("data.seq_len", length, *draft.given(_LENGTH))
     size = max(1, draft.integer(_TOKENS, 16384) // length)
@@ -311,9 +319,7 @@ RULES: Rules = {
     "parallelism.enable_sequence_parallel": to("parallel.sequence"),
     **each("parallelism.{enable_fsdp_symm_mem,spmd_backend}", drop(NOT_NEEDED, "FSDP2's own collectives")),
     "parallelism.fsdp_reshard_after_forward": _reshard,
-    "parallelism.expert_parallel_degree": drop(
-        NOT_OFFERED, "see parallel.expert, which needs tensor and context of 1"
-    ),
+    _EXPERT: later,
     **each(
         "parallelism.context_parallel_{load_balancer,ptrr_mask_key}",
         drop(NOT_NEEDED, "ranks exchange heads, in no turns"),

@@ -131,6 +131,8 @@ def test_two_ranks_gather_experts_in_8_bits_and_train_like_one(
     found = losses(tmp_path / "low")
     assert losses(tmp_path / "high") == found  # bit for bit
     for check in read_lines(tmp_path / "low" / "shadow.jsonl"):
+        experts = [name for name in check["layers"] if ".mlp.experts." in name]
+        assert len(experts) == 8, "two grouped layers of each mixture"
         assert list(check["routing"]) == [f"model.layers.{number}.mlp.experts" for number in range(4)]
         assert all(0.5 < share <= 1 for share in check["routing"].values())  # by chance: 1 of 28
         row = read_metrics(tmp_path / "low")[check["step"] - 1]

@@ -518,6 +518,20 @@ def test_what_a_torchtitan_of_python_configs_may_say_otherwise(tmp_path: Path) -
     recipe.load(catalog.find_recipe(draft.recipe), written(tmp_path, to_yaml(draft, "my.yaml")), ())
 
 
+@pytest.mark.parametrize(("tensor", "expert", "found"), [(1, 4, 4), (8, 4, None), (8, 1, None)])
+def test_torchtitans_expert_parallelism_is_ours_where_no_other_ranks_share_rows(
+    tmp_path: Path, tensor: int, expert: int, found: int | None
+) -> None:
+    def edit(values: dict[str, Any]) -> None:
+        values["parallelism"] |= {"tensor_parallel_degree": tensor, "expert_parallel_degree": expert}
+
+    draft = migrate(titan(tmp_path, edit), num_ranks=16)
+    assert settings(draft).get("parallel.expert") == found
+    assert ("parallelism.expert_parallel_degree" in {each.theirs for each in draft.dropped}) == (
+        found is None
+    )
+
+
 def _tune(tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> Draft:
     return migrate(edited(tmp_path, torchtune_8b, edit))
 
