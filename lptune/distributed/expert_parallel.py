@@ -26,6 +26,7 @@ So what is divided by is the number of all ranks that have other tokens, as for 
 Shapes: S rows sent, R received, K columns, n ranks of the group, E experts, e = E / n.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ from lptune.kernels import pack_rows, unpack_rows
 from lptune.linear import LinearSpec, LowPrecisionLinear, QuantizedTokens
 from lptune.models import Backbone, Group
 from lptune.numerics import FORMATS
+
+_Send = Callable[[Tensor], Tensor]
 
 
 class Trip(NamedTuple):
@@ -60,13 +63,13 @@ class Trip(NamedTuple):
     def there(self, x_SK: Tensor) -> Tensor | QuantizedTokens:
         """The rows for this rank's experts (R, K), by expert. x_SK: sorted by expert."""
         if self.spec is None:
-            x_RK: Tensor = _There.apply(x_SK, self)  # type: ignore[no-untyped-call]
+            x_RK: Tensor = _Way.apply(x_SK, self.send, self.send_back)  # type: ignore[no-untyped-call]
             return x_RK
         return QuantizedTokens(*_ThereLow.apply(x_SK, self, self.spec))  # type: ignore[no-untyped-call]
 
     def back(self, x_RK: Tensor) -> Tensor:
         """What the experts made of this rank's rows (S, K), in the order in which they were sent."""
-        x_SK: Tensor = _Back.apply(x_RK, self)  # type: ignore[no-untyped-call]
+        x_SK: Tensor = _Way.apply(x_RK, self.send_back, self.send)  # type: ignore[no-untyped-call]
         return x_SK
 
     def send(self, x_SK: Tensor) -> Tensor:
@@ -142,15 +145,17 @@ def expert_weights(mixture: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-class _There(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_SK: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.send(x_SK)
+class _Way(torch.autograd.Function):
+    """Sends rows one way, and their gradients the other."""
 
     @staticmethod
-    def backward(ctx: Any, g_RK: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.send_back(g_RK), None
+    def forward(ctx: Any, x: Tensor, way: _Send, back: _Send) -> Tensor:
+        ctx.back = back
+        return way(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(g), None, None
 
 
 class _ThereLow(torch.autograd.Function):
@@ -167,17 +172,6 @@ class _ThereLow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g_RK: Tensor, *_: Any) -> tuple[Tensor, None, None]:
         return ctx.trip.send_back(g_RK), None, None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, trip: Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.send_back(x_RK)
-
-    @staticmethod
-    def backward(ctx: Any, g_SK: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.send(g_SK), None
 
 
 def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: Group) -> Tensor:

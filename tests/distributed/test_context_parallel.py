@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lptune import distributed, linear, models
+from lptune import distributed, models
 from lptune.base.errors import UserError
 from lptune.config import DataConfig, FinetuneConfig, ModelConfig, ParallelConfig
 from lptune.distributed import record_collectives
@@ -74,10 +74,7 @@ def _made(folder: Path, cases: list[Case]) -> str:
 
 def _batch(vocab_size: int, number: int) -> tuple[Tensor, Tensor]:
     """Tokens and labels of rows of packed.LENGTHS, whose documents lie across the places where ranks cut."""
-    draw = torch.Generator().manual_seed(number)
-    tokens_BS = torch.randint(0, min(vocab_size, 100), (2, packed.SEQ_LEN), generator=draw)
-    labels_BS = tokens_BS.roll(-1, 1)
-    labels_BS[packed.bounds().positions_BS.roll(-1, 1) == 0] = -100
+    tokens_BS, labels_BS = packed.batch(number, vocab_size)
     labels_BS[0, :3] = -100
     return tokens_BS, labels_BS
 
@@ -91,17 +88,7 @@ def _step(world: distributed.World, case: Case, facts: models.Facts) -> dict[str
         compile=case.compile,
         activation_checkpointing=case.recomputed,
     )
-    model = models.build_on_meta(facts)
-    linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
-    distributed.parallelize(model, world, cfg)
-    distributed.materialize(model, world, cfg)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            for piece in distributed.local_pieces(parameter, ()):
-                value = model.initial_value(name, 0)
-                # So that sinks and norms matter, which begin as zeros and ones.
-                value = value + torch.linspace(-0.1, 0.1, len(value)) if value.dim() == 1 else value
-                piece.values.copy_(value[piece.region])
+    model = packed.built(facts, cfg, world)
     found, bounds = {}, packed.bounds()
     with torch.no_grad():
         tokens_BS, _ = _batch(facts.vocab_size, 0)
@@ -121,10 +108,7 @@ def _step(world: distributed.World, case: Case, facts: models.Facts) -> dict[str
         losses_2[number] += loss.detach()
         (loss * (world.data_size / 64)).backward()
     found["losses"] = torch.tensor(world.sums(losses_2))
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        found[name] = distributed.full_tensor(parameter.grad).contiguous()
-    return found
+    return found | packed.gradients(model)
 
 
 def _steps(

@@ -40,14 +40,6 @@ def _made(folder: Path, cases: list[Case]) -> str:
     return str(folder)
 
 
-def _batch(number: int) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(number)
-    tokens_BS = torch.randint(0, 100, (2, packed.SEQ_LEN), generator=draw)
-    labels_BS = tokens_BS.roll(-1, 1)
-    labels_BS[packed.bounds().positions_BS.roll(-1, 1) == 0] = -100
-    return tokens_BS, labels_BS
-
-
 def _step(world: distributed.World, case: Case, folder: str, num_batches: int) -> dict[str, Tensor]:
     """Losses, logits and whole gradients of micro-batches that are dealt out to the ranks."""
     expert = 1 if world.experts is None else world.experts.group.size
@@ -58,38 +50,29 @@ def _step(world: distributed.World, case: Case, folder: str, num_batches: int) -
         compile=case.compile,
         activation_checkpointing=case.recomputed,
     )
-    model = models.build_on_meta(models.read_config(Path(folder) / case.model, "transformers"))
-    linear.convert(model, cfg.precision, device=world.device, num_tokens=cfg.tokens_per_forward)
-    distributed.parallelize(model, world, cfg)
-    distributed.materialize(model, world, cfg)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            for piece in distributed.local_pieces(parameter, ()):
-                value = model.initial_value(name, 0)
-                value = value + torch.linspace(-0.1, 0.1, len(value)) if value.dim() == 1 else value
-                if case.to_same and name.endswith(("gate.weight", "router.weight", "router.bias")):
-                    value = torch.zeros_like(value)  # a tie, which the same experts win
-                piece.values.copy_(value[piece.region])
+
+    def edit(name: str, value: Tensor) -> Tensor:
+        is_router = name.endswith(("gate.weight", "router.weight", "router.bias"))
+        return torch.zeros_like(value) if case.to_same and is_router else value  # a tie: the same experts win
+
+    model = packed.built(models.read_config(Path(folder) / case.model, "transformers"), cfg, world, edit)
     trips = _watched(model)
     mine = list(range(num_batches))[world.data_rank :: world.data_size]
     found, losses = {}, torch.zeros(num_batches)
     logits = torch.zeros(num_batches, 2, packed.SEQ_LEN, 256)
     with torch.no_grad():
         for number in mine:
-            logits[number] = model(_batch(number)[0], packed.bounds())
+            logits[number] = model(packed.batch(number)[0], packed.bounds())
     found["logits"] = torch.tensor(world.sums(logits.flatten()))
     for number in mine:
         distributed.sync_gradients(model, number == mine[-1])
-        tokens_BS, labels_BS = _batch(number)
+        tokens_BS, labels_BS = packed.batch(number)
         loss = model(tokens_BS, packed.bounds(), labels_BS)
         losses[number] += loss.detach()
         (loss * (world.data_size / 64)).backward()
     found["rows of this rank"] = torch.tensor([sum(trip.received) for trip in trips], dtype=torch.float32)
     found["losses"] = torch.tensor(world.sums(losses))
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        found[name] = distributed.full_tensor(parameter.grad).contiguous()
-    return found
+    return found | packed.gradients(model)
 
 
 def _steps(
@@ -201,7 +184,7 @@ def _counted(rank: int, num_ranks: int, folder: str, kind: str, keys: dict[str, 
             mixtures[1].exchange.spec = None
         trips = _watched(model)
         reported: list[str] = []
-        tokens_BS, labels_BS = _batch(rank)
+        tokens_BS, labels_BS = packed.batch(rank)
         try:
             with (
                 record_collectives(world.mesh, None, world.experts) as counted,
