@@ -14,10 +14,10 @@ weight averaging (arXiv:1803.05407); for checkpoints of a pre-training, LAWA (ar
 of the learning rate there is little to gain. The mean is computed tensor by tensor, in float64, and rounded
 to the dtype of the export: it costs no memory in training, and the run can go on from its checkpoints.
 
-A base in bfloat16 is exported in bfloat16, whose step is 2**-8 of a weight, and AdamW changes a weight by
-about the learning rate: a few steps at 1e-5 change most weights by less than half a step. To nearest these
-round back to the base. So trained weights round stochastically (numerics/rounding.py), which keeps every
-change in the mean over many weights.
+A base in bfloat16 is exported in bfloat16, whose step is 2**-8 to 2**-7 of a weight, and AdamW changes a
+weight by about the learning rate: a few steps at 1e-5 change most weights by less than half a step. To
+nearest these round back to the base. So trained weights round stochastically (numerics/rounding.py), which
+keeps every change in the mean over many weights.
 """
 
 import math

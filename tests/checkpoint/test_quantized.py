@@ -504,7 +504,8 @@ def _train_on(rank: int, num_ranks: int, folder: str) -> None:
         path = _train(base, Path(folder) / f"steps-{num_ranks}", cfg, world, loads=True)
         for quantized in ("none", "float8_block"):
             export = Path(folder) / f"{quantized}-{num_ranks}"
-            checkpoint.export_hf(path, index, export, ExportConfig(quantized=quantized), world)
+            how = ExportConfig(quantized=quantized, rounding="nearest")
+            checkpoint.export_hf(path, index, export, how, world)
 
 
 def test_it_trains_on_one_and_two_ranks_and_exports_high_precision_or_its_own_format(tmp_path: Path) -> None:
@@ -533,9 +534,8 @@ def test_it_trains_on_one_and_two_ranks_and_exports_high_precision_or_its_own_fo
             largest = found_high[name].float().abs().max()
             assert (tensor.float() - found_high[name].float()).abs().max() <= 2**-4 * largest, name
     for quantized in ("none", "float8_block"):  # one process writes the bytes of two ranks
-        checkpoint.export_hf(
-            tmp_path / "steps-2" / "step-00000002", base, tmp_path / "one", ExportConfig(quantized=quantized)
-        )
+        cfg = ExportConfig(quantized=quantized, rounding="nearest")
+        checkpoint.export_hf(tmp_path / "steps-2" / "step-00000002", base, tmp_path / "one", cfg)
         theirs = tmp_path / f"{quantized}-2"
         for path in sorted((tmp_path / "one").iterdir()):
             assert path.read_bytes() == (theirs / path.name).read_bytes(), path.name
